@@ -1,0 +1,41 @@
+"""The exceptions and warnings that lowtide raises, all below one base class."""
+
+from __future__ import annotations
+
+__all__ = [
+    "InfeasibleBudget",
+    "LowtideError",
+    "PolicyError",
+    "RecomputeWarning",
+    "ReplayMismatch",
+    "RootChanged",
+    "UnitError",
+]
+
+
+class LowtideError(Exception):
+    """Base class of every error that lowtide raises on purpose."""
+
+
+class UnitError(LowtideError, ValueError):
+    """A text that should be an amount of bytes or seconds is not one."""
+
+
+class PolicyError(LowtideError, ValueError):
+    """A policy cannot be applied to this model, for example because its pattern names no module."""
+
+
+class RootChanged(LowtideError, RuntimeError):
+    """A tensor that a recomputation reads was modified in place between forward and backward."""
+
+
+class ReplayMismatch(LowtideError, RuntimeError):
+    """A recomputed value differs from the one that the forward pass computed."""
+
+
+class InfeasibleBudget(LowtideError, ValueError):
+    """No plan fits the budget; the message names the smallest budget that one fits."""
+
+
+class RecomputeWarning(UserWarning):
+    """Something was kept although the policy wanted it recomputed, because recomputing it is not safe."""

@@ -1,0 +1,1 @@
+"""The engine: records what one step computes, drops what it is told to, and makes it again for backward."""

@@ -1,0 +1,174 @@
+"""Buffers: one version of one storage's contents, and how a tensor lies in it.
+
+A storage carries its current buffer as a Python attribute (torch keeps the Python object of a storage as long
+as the storage lives), so a buffer is found by identity, and an address that is used again cannot be mistaken
+for the old one.
+
+    storage ──MADE──▶ Buffer (dropped: knows its recipe, holds no memory)
+    storage ──HELD──▶ [weak] Buffer (held: an alias of memory that some recipe reads)
+
+A storage without either attribute is memory whose contents are simply there: parameters, inputs, kept results.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import RootChanged
+
+if TYPE_CHECKING:
+    from lowtide.tape.recipes import Recipe
+
+MADE = "_lowtide_made"
+HELD = "_lowtide_held"
+
+Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
+"""size, stride, offset (in elements of dtype), dtype, bits (1: lazy conjugate, 2: lazy negative)."""
+
+
+class Buffer:
+    """One version of one storage's contents: dropped, rebuilt, or held.
+
+    dropped: ``recipe`` says how to make it and ``value`` is None.
+    rebuilt: ``value`` is private memory, ``recipe`` is forgotten.
+    held: ``value`` aliases memory of the program at version ``version`` of its version counter.
+    """
+
+    __slots__ = ("__weakref__", "blank", "next", "print", "recipe", "saves", "used", "value", "version", "where")
+
+    def __init__(self, recipe: Recipe | None, value: Tensor | None = None, version: int | None = None) -> None:
+        self.recipe = recipe
+        self.value = value
+        self.version = version
+        self.where = None  # of a held buffer: where it was first read, for messages
+        self.blank: Any = None  # of memory never written whole: the bytes still missing and what was written
+        self.used = False  # a recipe or a ticket refers to this version
+        self.saves: list[Any] | None = None  # what autograd saved of it (tickets.Save)
+        self.next: Buffer | None = None  # the version that followed it in the same storage
+        self.print: int | None = None  # fingerprint, while it is being proven
+
+    def contents(self) -> Tensor:
+        """The memory itself, checked to be what it was when a recipe took hold of it."""
+        value = self.value
+        assert value is not None
+        if self.version is not None and value._version != self.version:
+            raise RootChanged(changed_message(value, self.version, self.where))
+        return value
+
+
+def changed_message(value: Tensor, version: int, where: Any) -> str:
+    """Say which tensor was changed under the feet of a recomputation, and what to do about it."""
+    read_by = f" (read by {where})" if where else ""
+    return (
+        f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}{read_by} was modified in place between "
+        f"forward and backward: it is at version {value._version}, but version {version} is needed to recompute "
+        "activations. Run backward before changing it (an optimizer step, an update of a buffer, a clip), or keep "
+        "the results of the operation that reads it."
+    )
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """How ``tensor`` lies in its storage."""
+    bits = 0
+    if tensor.is_neg():
+        bits = 2
+    if tensor.is_conj():
+        bits += 1
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
+
+
+def place(value: Tensor, layout: Layout) -> Tensor:
+    """A view of ``value``'s storage laid out as ``layout``."""
+    size, stride, offset, dtype, bits = layout
+    if value.dtype is dtype and not bits and not value.is_neg() and not value.is_conj():
+        if value.shape == size and value.stride() == stride and value.storage_offset() == offset:
+            return value
+        return value.as_strided(size, stride, offset)
+    base = torch.empty(0, dtype=dtype, device=value.device)
+    base.set_(value.untyped_storage(), offset, size, stride)
+    if bits & 1:
+        base = torch._conj(base)
+    if bits & 2:
+        base = torch._neg_view(base)
+    return base
+
+
+def clone_storage(value: Tensor) -> Tensor:
+    """A private copy of all of ``value``'s storage, laid out as ``value``."""
+    storage = value.untyped_storage().clone()
+    copy = torch.empty(0, dtype=value.dtype, device=value.device)
+    copy.set_(storage, value.storage_offset(), value.size(), value.stride())
+    if value.is_conj():
+        copy = torch._conj(copy)
+    if value.is_neg():
+        copy = torch._neg_view(copy)
+    return copy
+
+
+_detach = torch.ops.aten.detach.default
+_keysets: dict[str, Any] = {}
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, made below autograd.
+
+    Plain ``detach`` below autograd gives a fresh counter; the ADInplaceOrView kernel is what shares it.
+    """
+    if type(tensor) not in _REAL or tensor.is_inference():
+        return tensor.detach()
+    kind = tensor.device.type
+    keys = _keysets.get(kind)
+    if keys is None:
+        backend = torch._C._dispatch_key_for_device(kind)
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
+            getattr(torch._C.DispatchKey, backend)
+        )
+        _keysets[kind] = keys
+    return _detach.redispatch(keys, tensor)
+
+
+_REAL = frozenset({Tensor, torch.nn.Parameter})
+
+
+def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
+    """The buffer that holds ``storage``'s present contents for recipes to read.
+
+    Memory shared with the world outside torch (numpy, other processes) is copied: nobody sees it being written.
+    """
+    held: list[weakref.ref[Buffer]] | None = getattr(storage, HELD, None)
+    inference = tensor.is_inference()
+    if held is not None:
+        version = None if inference else tensor._version
+        for ref in held:
+            buffer = ref()
+            if buffer is not None and buffer.version == version:
+                return buffer
+    if not storage.resizable() and type(tensor) in _REAL:
+        return Buffer(None, clone_storage(tensor.detach()))
+    value = alias(tensor)
+    buffer = Buffer(None, value, None if inference else value._version)
+    live = [ref for ref in held if ref() is not None] if held is not None else []
+    live.append(weakref.ref(buffer))
+    setattr(storage, HELD, live)
+    return buffer
+
+
+def release_held(storage: torch.UntypedStorage) -> None:
+    """Copy what recipes hold of ``storage``, which is about to be overwritten."""
+    held: list[weakref.ref[Buffer]] | None = getattr(storage, HELD, None)
+    if held is None:
+        return
+    copy: Tensor | None = None
+    for ref in held:
+        buffer = ref()
+        if buffer is None or buffer.value is None or buffer.version is None:
+            continue
+        value = buffer.contents()
+        copy = clone_storage(value) if copy is None else copy
+        buffer.value = place(copy, layout_of(value))
+        buffer.version = None
+    delattr(storage, HELD)

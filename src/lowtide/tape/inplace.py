@@ -1,0 +1,193 @@
+"""Operations that write into their arguments.
+
+    storage of x      ──▶ B0 ─────────────────▶ B1 = recipe(copy of B0, op)
+    x.mul_(y)             read by old recipes        what the storage holds now
+
+If B0 can be made again, B1 can; then both are only recipes. If B0 is memory that is there (kept, a parameter,
+an input), the result is there as well and nothing is dropped; recipes that read B0 get a copy of it first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtide.tape import proof
+from lowtide.tape.buffers import MADE, Buffer, alias, clone_storage, layout_of, release_held
+from lowtide.tape.operators import Operator, tensors_at
+from lowtide.tape.recipes import RandomRecipe, Recipe, capture, expose
+
+if TYPE_CHECKING:
+    from lowtide.tape.recorder import Recorder
+
+
+class Target:
+    """One storage that an operation writes: the tensor it is written through and its version so far."""
+
+    __slots__ = ("layouts", "old", "storage", "tensor")
+
+    def __init__(self, storage: torch.UntypedStorage, tensor: Tensor, old: Buffer | None) -> None:
+        self.storage = storage
+        self.tensor = tensor
+        self.old = old
+        self.layouts = [layout_of(tensor)]
+
+
+def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that writes, and note the new versions it makes."""
+    targets = targets_of(recorder, op, args, kwargs)
+    for target in targets.values():
+        release_held(target.storage)
+    if not _drops(recorder, op, targets, args, kwargs):
+        for target in targets.values():
+            overwrite(target, None)
+        return op.func(*args, **kwargs)
+    if recorder.must_prove(op):
+        return proof.run_write(recorder, op, targets, args, kwargs)
+    recipe = prepare(recorder, op, targets, args, kwargs)
+    out = op.func(*args, **kwargs)
+    commit(recorder, recipe, targets, out)
+    return out
+
+
+def targets_of(
+    recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, Target]:
+    """The storages that the operation writes, by id."""
+    targets: dict[int, Target] = {}
+    for tensor in tensors_at((*op.writes, *op.undeclared), args, kwargs):
+        if tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        known = targets.get(id(storage))
+        if known is not None:
+            known.layouts.append(layout_of(tensor))
+            continue
+        if recorder.proving:
+            proof.watch_memory(recorder, tensor)
+        if not storage.resizable():
+            expose(storage, tensor)
+        targets[id(storage)] = Target(storage, tensor, getattr(storage, MADE, None))
+    return targets
+
+
+def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> bool:
+    """Whether the operation's results are given recipes."""
+    if not torch.is_grad_enabled() and not recorder.trusts_caller():
+        return False
+    known = [target for target in targets.values() if target.old is not None]
+    if not known and not op.makes_new:
+        return False
+    if any(target.old.blank is not None for target in known) and not op.whole:  # type: ignore[union-attr]
+        return False  # reads memory that was never seen being written
+    home = recorder.frame.home
+    policy = home.scoped or recorder.policy
+    decision = policy.by_name(op.name)
+    if decision is None:
+        decision = recorder.asks_to_keep(op, [target.tensor for target in targets.values()])
+    if decision:
+        return False
+    reason = op.keep or ("found not to be reproducible" if op.key in home.distrusted else None)
+    if reason is None and op.safe_on_cpu_only and any(t.tensor.device.type != "cpu" for t in targets.values()):
+        reason = "not reproducible from run to run on this device"
+    if reason is not None:
+        recorder.ledger.note(op, home, reason)
+        return False
+    return True
+
+
+def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> Recipe:
+    """The recipe of an operation that writes, taken before it runs.
+
+    Memory that is there and about to be overwritten is copied: running statistics are replayed on that copy.
+    """
+    from lowtide.tape.recorder import drawn
+
+    steals = {}
+    originals: dict[int, Buffer] = {}
+    for key, target in targets.items():
+        buffer = target.old or Buffer(None, clone_storage(target.tensor.detach()))
+        originals[key] = buffer
+        steals[id(buffer)] = target.old is None or not buffer.used
+        buffer.used = True
+
+    def read(tensor: Tensor) -> Buffer:
+        original = originals.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+        return recorder.read(tensor) if original is None else original
+
+    states, generators = drawn(args, kwargs) if op.random else (None, None)
+    constants, named, reads = capture(args, kwargs, read)
+    recipe = (RandomRecipe if states is not None else Recipe)(op, constants, named, reads)
+    recipe.generators = generators
+    recipe.written = steals
+    if type(recipe) is RandomRecipe:
+        recipe.states = states
+    return recipe
+
+
+def commit(recorder: Recorder, recipe: Recipe, targets: dict[int, Target], out: Any) -> list[Buffer]:
+    """Give the new versions and the new results of an operation that ran their buffers."""
+    recipe.made = []
+    buffers = []
+    for target in targets.values():
+        if target.old is None:
+            continue
+        new = Buffer(recipe)
+        new.blank = _still_blank(target)
+        recipe.made.append((id(target.old), weakref.ref(new)))
+        overwrite(target, new)
+        recorder.adopt(target.storage, new)
+        buffers.append(new)
+    if recipe.op.makes_new:
+        buffers += _new_results(recorder, recipe, out)
+    return buffers
+
+
+def _new_results(recorder: Recorder, recipe: Recipe, out: Any) -> list[Buffer]:
+    results = [(-1, out)] if isinstance(out, Tensor) else list(enumerate(out))
+    recipe.outs = []
+    buffers = []
+    for which, result in results:
+        if not isinstance(result, Tensor) or not recorder.droppable(recipe.op, result):
+            continue
+        storage = result.untyped_storage()
+        if hasattr(storage, MADE) or hasattr(storage, "_lowtide_held"):
+            continue
+        buffer = Buffer(recipe)
+        recipe.outs.append((which, weakref.ref(buffer)))
+        recorder.adopt(storage, buffer)
+        buffers.append(buffer)
+    return buffers
+
+
+def _still_blank(target: Target) -> frozenset[Any] | None:
+    """What has been written of memory that began as ``empty``, or None once all of it has been."""
+    assert target.old is not None
+    if target.old.blank is None:
+        return None
+    parts = target.old.blank.union(target.layouts)
+    written = 0
+    for size, _, _, dtype, _ in parts:
+        written += size.numel() * dtype.itemsize
+    return None if written >= target.storage.nbytes() else parts
+
+
+def overwrite(target: Target, new: Buffer | None) -> None:
+    """``target``'s present version is past; ``new``, or the memory itself, follows it."""
+    old = target.old
+    if old is None:
+        return
+    saves = [save for save in old.saves or () if not save.stale]
+    for save in saves:
+        save.written_through(target.tensor)
+    follow = [save for save in saves if not save.stale]
+    if new is None:
+        delattr(target.storage, MADE)
+        if follow:
+            old.next = Buffer(None, alias(target.tensor))
+    elif old.saves:
+        new.saves = follow
+        old.next = new

@@ -1,0 +1,144 @@
+"""What is known about each ATen operator before it runs, read once from its schema.
+
+Relies on torch's schemas (alias annotations) and tags as of torch 2.9 to 2.14; where they are silent or wrong
+the sets below correct them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Position = int | str | tuple[int, int]
+"""Where an argument sits: positional index, keyword, or (index, index in a list argument)."""
+
+
+class Operator:
+    """One operator overload: what it writes, whether its results are new memory, and why it must be kept."""
+
+    __slots__ = (
+        "blank",
+        "func",
+        "keep",
+        "key",
+        "makes_new",
+        "name",
+        "overload",
+        "random",
+        "safe_on_cpu_only",
+        "swaps_memory",
+        "undeclared",
+        "view",
+        "whole",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # also keeps id(func) from being used again
+        self.key = id(func)
+        self.keep: str | None = None  # why results are never recomputed
+        self.writes: tuple[int | str, ...] = ()  # arguments that the schema says are written
+        self.undeclared: tuple[int | str, ...] = ()  # arguments written although the schema does not say so
+        self.makes_new = True  # some results are memory of their own
+        self.view = self.blank = self.random = self.swaps_memory = self.whole = self.safe_on_cpu_only = False
+        if not isinstance(func, torch._ops.OpOverload):
+            self.name, self.overload = str(getattr(func, "__name__", func)), ""
+            self.keep = "a higher-order operator"
+            return
+        namespace, short = func._schema.name.split("::")
+        self.name, self.overload = f"{namespace}.{short}", func._overloadname
+        self._read_schema(func._schema)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.blank = short in _BLANK
+        self.swaps_memory = short in _SWAPS_MEMORY
+        self.whole = short in _OVERWRITES_WHOLE or torch.Tag.out in func.tags
+        self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (
+            torch.Tag.nondeterministic_bitwise in func.tags
+        )
+        if short == "_unsafe_view":  # the schema calls it a new tensor, but it shares its input's memory
+            self.view = True
+        if namespace not in _KNOWN_NAMESPACES:
+            self.keep = _REASONS.get(namespace, "a custom operator not declared recomputable")
+
+    def _read_schema(self, schema: Any) -> None:
+        writes: list[int | str] = []
+        undeclared: list[int | str] = []
+        for index, argument in enumerate(schema.arguments):
+            position = argument.name if argument.kwarg_only else index
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                writes.append(position)
+            elif argument.name in _WRITTEN_ARGUMENTS:
+                undeclared.append(position)
+        self.writes, self.undeclared = tuple(writes), tuple(undeclared)
+        shared = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
+        self.view = any(shared) and not writes
+        self.makes_new = any(r.alias_info is None for r in schema.returns)
+
+
+def argument(position: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument at ``position``, or None where it was left at its default."""
+    if isinstance(position, str):
+        return kwargs.get(position)
+    return args[position] if position < len(args) else None
+
+
+def tensors_at(positions: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments at ``positions``, list arguments flattened."""
+    found: list[Tensor] = []
+    for position in positions:
+        value = argument(position, args, kwargs)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+_KNOWN_NAMESPACES = {"aten", "prims"}
+_REASONS = {
+    "c10d": "communication between processes",
+    "_c10d_functional": "communication between processes",
+    "_c10d_functional_autograd": "communication between processes",
+    "fsdp": "moves sharded parameters",
+    "symm_mem": "communication between processes",
+}
+_BLANK = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_SWAPS_MEMORY = {"set_", "set_data", "resize_", "resize_as_", "_resize_output_", "resize", "swap_tensors"}
+# In-place operators whose result does not depend on what the tensor held before.
+_OVERWRITES_WHOLE = {
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_", "zero_", "_foreach_copy_", "_foreach_zero_",
+}  # fmt: skip
+# Batch norm of every backend updates its statistics whether or not its schema says so.
+_WRITTEN_ARGUMENTS = {"running_mean", "running_var"}
+# Sums in the order in which atomics arrive on an accelerator; torch.use_deterministic_algorithms lists them.
+_NOT_REPRODUCIBLE_OFF_CPU = {
+    "_index_put_impl_", "bincount", "cumsum", "cumsum_", "embedding_bag", "_embedding_bag", "histc", "index_add",
+    "index_add_", "index_copy", "index_put", "index_put_", "index_reduce", "index_reduce_", "kthvalue", "median",
+    "nanmedian", "put_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "segment_reduce",
+}  # fmt: skip
+
+_known: dict[int, Operator] = {}
+
+
+def operator(func: Any) -> Operator:
+    """The knowledge about ``func``, read on first sight."""
+    known = _known.get(id(func))
+    if known is None:
+        known = _known[id(func)] = Operator(func)
+        if known.keep is not None and known.name in _declared:
+            known.keep = None
+    return known
+
+
+_declared: set[str] = set()
+
+
+def declare(name: str) -> None:
+    """Take the operator called ``name`` ("namespace.op") as safe to recompute."""
+    _declared.add(name)
+    for known in _known.values():
+        if known.name == name:
+            known.keep = None

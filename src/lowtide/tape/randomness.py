@@ -1,0 +1,73 @@
+"""Random state: what an operator drew from, put back for its replay, and restored afterwards."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+State = tuple[torch.device, Tensor]
+
+_CPU = torch.device("cpu")
+
+
+def get_state(device: torch.device) -> Tensor:
+    """The state of ``device``'s default generator."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_state(device: torch.device, state: Tensor) -> None:
+    """Put ``device``'s default generator into ``state``."""
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def devices_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.device]:
+    """The devices whose generators an operator with these arguments can draw from."""
+    devices: set[torch.device] = set()
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            devices.add(value.device)
+        elif isinstance(value, torch.device):
+            devices.add(value)
+        elif isinstance(value, (list, tuple)):
+            devices |= {item.device for item in value if isinstance(item, Tensor)}
+    devices = {device for device in devices if device.type != "meta"}
+    return devices or {_CPU}
+
+
+def states_of(devices: set[torch.device]) -> tuple[State, ...]:
+    """The present states of the default generators of ``devices``."""
+    return tuple((device, get_state(device)) for device in devices)
+
+
+@contextmanager
+def drawing_from(states: tuple[State, ...] | None) -> Iterator[None]:
+    """Run with the default generators in ``states``; afterwards they are as if nothing had been drawn."""
+    if states is None:
+        yield
+        return
+    before = states_of({device for device, _ in states})
+    try:
+        for device, state in states:
+            set_state(device, state)
+        yield
+    finally:
+        for device, state in before:
+            set_state(device, state)
+
+
+def twin(generator: torch.Generator, state: Tensor) -> torch.Generator:
+    """A throw-away generator on the same device in ``state``."""
+    copy = torch.Generator(generator.device)
+    copy.set_state(state)
+    return copy

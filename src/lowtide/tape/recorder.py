@@ -1,0 +1,358 @@
+"""The recorder: a dispatch mode that writes the tape, and the saved-tensor hooks that hand out tickets.
+
+What happens to one operation, by the route its operator has in the module it runs in:
+
+    PASS    views, and whatever the policy keeps: run, note nothing. Its results are memory that is there.
+    DROP    run, then give each new float result a buffer with a recipe.
+    ASK     as DROP, but the policy decides for each operation.
+    WRITE   writes into its arguments: new versions of their buffers (inplace.py).
+    SWAP    gives a tensor other memory (set_, resize_): treated as contents that are simply there.
+    FORCE   the policy drops it, it is kept all the same; the reason is noted once per module.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+
+from lowtide.tape import inplace, proof, randomness
+from lowtide.tape.buffers import HELD, MADE, Buffer
+from lowtide.tape.operators import Operator, operator, tensors_at
+from lowtide.tape.policy import Op, Policy
+from lowtide.tape.recipes import RandomRecipe, Recipe, TapeMode, capture, expose, find
+from lowtide.tape.sites import Home, tree_of
+from lowtide.tape.tickets import Parts, keep, keep_now, pack_dropped
+
+if TYPE_CHECKING:
+    from lowtide.tape.ledger import Ledger
+
+PASS, DROP, ASK, WRITE, SWAP, FORCE = range(6)
+_NONE: dict[str, Any] = {}
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_plain = {Tensor, Parameter}
+
+
+class Frame:
+    """One module call in progress."""
+
+    __slots__ = ("call", "counts", "home", "module", "pending")
+
+    def __init__(self, home: Home, module: torch.nn.Module | None, call: int) -> None:
+        self.home = home
+        self.module = module
+        self.call = call
+        self.counts: dict[int, int] = {}
+        self.pending: set[int] | None = None  # operators proven in this call
+
+
+class Recorder(TapeMode):
+    """Writes the tape of one thread between entering and leaving a recording."""
+
+    def __init__(self, policy: Policy, home: Home, ledger: Ledger, *, check: str, strict: bool) -> None:
+        super().__init__()
+        self.policy = policy
+        self.ledger = ledger
+        self.proving = check != "never"
+        self.proving_all = check == "always"
+        self.strict = strict
+        self.frame = Frame(home, None, 0)
+        self.frames: list[Frame] = []
+        self.calls: dict[int, int] = {}
+        self.routes = home.under(policy)
+        self.made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    # ---- operations -----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and not all(kind in _plain or _is_fake(kind) for kind in types):
+            return NotImplemented
+        if not self.paused:
+            route = self.routes.get(id(func)) or self._learn(func)
+            kind, op = route
+            if kind:
+                return self._record(kind, op, args, kwargs or _NONE)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _learn(self, func: Any) -> tuple[int, Operator]:
+        """Decide once how operations of ``func`` in the present module are treated."""
+        op = operator(func)
+        home = self.frame.home
+        policy = home.scoped or self.policy
+        decision = policy.by_name(op.name)
+        if op.swaps_memory:
+            kind = SWAP
+        elif op.writes or op.undeclared:
+            kind = WRITE
+        elif op.view or decision is True:
+            kind = PASS
+        elif op.keep is not None or op.key in home.distrusted:
+            kind = FORCE
+        else:
+            kind = ASK if decision is None else DROP
+        route = home.routes[op.key] = (kind, op)
+        return route
+
+    def _record(self, kind: int, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kind == WRITE:
+            return inplace.write(self, op, args, kwargs)
+        if kind == SWAP:
+            for tensor in tensors_at(op.writes, args, kwargs):
+                expose(tensor.untyped_storage(), tensor)
+            return op.func(*args, **kwargs)
+        if kind == FORCE:
+            self.ledger.note(op, self.frame.home, self.why_kept(op))
+            return op.func(*args, **kwargs)
+        if not torch.is_grad_enabled() and not self.trusts_caller():
+            return op.func(*args, **kwargs)
+        if self.must_prove(op):
+            return proof.run(self, op, args, kwargs, asks=kind == ASK)
+        states = generators = None
+        if op.random:
+            states, generators = drawn(args, kwargs)
+        out = op.func(*args, **kwargs) if kwargs else op.func(*args)
+        if kind == ASK and self.asks_to_keep(op, results_of(out)):
+            return out
+        self.drop(op, args, kwargs, out, states, generators)
+        return out
+
+    def drop(
+        self, op: Operator, args: Any, kwargs: Any, out: Any, states: Any, generators: Any
+    ) -> list[Buffer]:
+        """Give the new float results of an operation buffers that can be made again."""
+        results = ((-1, out),) if isinstance(out, Tensor) else enumerate(out) if isinstance(out, (list, tuple)) else ()
+        recipe: Recipe | None = None
+        buffers = []
+        for which, result in results:
+            if not isinstance(result, Tensor) or not self.droppable(op, result):
+                continue
+            if recipe is None:
+                constants, named, reads = capture(args, kwargs, self.read)
+                kind = RandomRecipe if states is not None else Recipe
+                recipe = kind(op, constants, named, reads)
+                recipe.generators = generators
+                if type(recipe) is RandomRecipe:
+                    recipe.states = states
+            storage = result.untyped_storage()
+            if hasattr(storage, MADE) or hasattr(storage, HELD):
+                continue  # shares the memory of something known: a view after all
+            buffer = Buffer(recipe)
+            if op.blank:
+                buffer.blank = frozenset()
+            if which >= 0:
+                recipe.outs = [*(recipe.outs or ()), (which, weakref.ref(buffer))]
+            self.adopt(storage, buffer)
+            buffers.append(buffer)
+        return buffers
+
+    def adopt(self, storage: torch.UntypedStorage, buffer: Buffer) -> None:
+        """``buffer`` is what ``storage`` contains from now on."""
+        setattr(storage, MADE, buffer)
+        self.made.append(weakref.ref(storage))
+
+    def droppable(self, op: Operator, result: Tensor) -> bool:
+        """Whether one result may be recomputed; notes why not."""
+        if not (result.is_floating_point() or result.is_complex()):
+            if not op.random:
+                self.ledger.note(op, self.frame.home, "integer or bool results can decide what comes next")
+                return False
+        elif op.safe_on_cpu_only and result.device.type not in ("cpu", "meta"):
+            self.ledger.note(op, self.frame.home, "not reproducible from run to run on this device")
+            return False
+        if result.layout is not torch.strided or result.is_mkldnn or type(result) not in _plain:
+            return type(result) in _plain or _is_fake(type(result))
+        return result.untyped_storage().resizable()
+
+    def read(self, tensor: Tensor) -> Buffer:
+        """The buffer that an operation reads through ``tensor``."""
+        if self.proving:
+            proof.watch_memory(self, tensor)
+        return find(tensor)
+
+    def asks_to_keep(self, op: Operator, results: list[Tensor]) -> bool:
+        """The policy's decision for one operation."""
+        frame = self.frame
+        index = frame.counts.get(op.key, 0)
+        frame.counts[op.key] = index + 1
+        policy = frame.home.scoped or self.policy
+        return bool(policy(Op(op.name, op.overload, frame.home.path, frame.call, index, results)))
+
+    def must_prove(self, op: Operator) -> bool:
+        """Whether this operation is to be proven reproducible before it is dropped."""
+        return self.proving and (self.proving_all or op.key not in self.frame.home.proven)
+
+    def why_kept(self, op: Operator) -> str:
+        """Why an operator that the policy drops is kept."""
+        return op.keep or "found not to be reproducible"
+
+    def trusts_caller(self) -> bool:
+        """Whether operations without grad come from a declared custom Function's forward."""
+        return bool(trusted_codes) and _runs_trusted()
+
+    # ---- saved tensors --------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd's pack hook."""
+        if type(tensor) not in _plain and not _is_fake(type(tensor)):
+            return self._pack_wrapper(tensor)
+        if tensor.layout is not torch.strided:
+            return keep(tensor)
+        storage = tensor.untyped_storage()
+        buffer: Buffer | None = getattr(storage, MADE, None)
+        if buffer is None:
+            return keep(tensor)
+        if self.proving:
+            proof.watch_memory(self, tensor)
+        if buffer.blank is not None or not storage.resizable() or self._saved_by_hidden_code():
+            expose(storage, tensor)
+        if not hasattr(storage, MADE):
+            return keep(tensor)
+        return pack_dropped(tensor, buffer)
+
+    def _saved_by_hidden_code(self) -> bool:
+        """Whether a custom Function saves: its forward may have written what the dispatcher did not see."""
+        frame = sys._getframe(2)
+        if frame.f_code is not _APPLY:
+            return False
+        function = frame.f_locals.get("cls")
+        return getattr(getattr(function, "forward", None), "__code__", None) not in trusted_codes
+
+    def _pack_wrapper(self, tensor: Tensor) -> Any:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return keep(tensor)
+        names, context = flatten()
+        parts = [getattr(tensor, name) for name in names]
+        if not all(isinstance(part, Tensor) for part in parts):
+            return keep(tensor)
+        return Parts(tensor, [self.pack(part) for part in parts], list(names), context)
+
+    # ---- modules --------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """A module's forward begins."""
+        if not self.frames:
+            self.tree = tree_of(module)
+            self.policy.prepare(module)
+        home = self.tree.home(module, self.frame.home)
+        call = self.calls.get(id(module), 0)
+        self.calls[id(module)] = call + 1
+        self.frames.append(self.frame)
+        self.frame = Frame(home, module, call)
+        self.routes = home.under(self.policy)
+
+    def leave_module(self, module: torch.nn.Module, output: Any) -> None:
+        """A module's forward ended, perhaps by an exception."""
+        while self.frames and self.frame.module is not module:
+            self._close_frame()
+        if not self.frames:
+            return
+        path = self.frame.home.path
+        self._close_frame()
+        if self.policy.restores(path):
+            self.restore_point(output)
+
+    def _close_frame(self) -> None:
+        self.settle()
+        self.frame = self.frames.pop()
+        self.routes = self.frame.home.under(self.policy)
+
+    def settle(self) -> None:
+        """What was proven in this call needs no proof in the next."""
+        if self.frame.pending:
+            self.frame.home.proven |= self.frame.pending - self.frame.home.distrusted
+            self.frame.pending = None
+
+    def restore_point(self, output: Any) -> None:
+        """Keep the tensors in ``output``, whatever made them."""
+        for tensor in tensors_in(output):
+            if type(tensor) in _plain and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                buffer = getattr(storage, MADE, None)
+                if buffer is not None and buffer.blank is None:
+                    delattr(storage, MADE)
+                    keep_now(tensor, storage, buffer)
+
+    def use(self, policy: Policy) -> Policy:
+        """Let ``policy`` decide from here on; returns the one before."""
+        before, self.policy = self.policy, policy
+        self.routes = self.frame.home.under(policy)
+        return before
+
+    def seal(self) -> None:
+        """End of the recording: what still lives is from now on memory that is there."""
+        while self.frames:
+            self._close_frame()
+        self.settle()
+        for ref in self.made:
+            storage = ref()
+            if storage is not None and hasattr(storage, MADE):
+                delattr(storage, MADE)
+        self.made.clear()
+
+
+# ---- small questions ----------------------------------------------------------------------------------------
+
+trusted_codes: set[Any] = set()
+"""Code objects of the forwards that were declared recomputable."""
+
+
+def _runs_trusted() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in trusted_codes:
+            return True
+        if frame.f_code is _APPLY:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _is_fake(kind: type) -> bool:
+    if kind.__name__ == "FakeTensor":
+        _plain.add(kind)
+        return True
+    return False
+
+
+def drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The random state that an operation is about to draw from: default generators, or those it is given."""
+    given = [
+        (where, value, value.get_state())
+        for where, value in (*enumerate(args), *kwargs.items())
+        if isinstance(value, torch.Generator)
+    ]
+    if given:
+        return None, given
+    return randomness.states_of(randomness.devices_of(args, kwargs)), None
+
+
+def results_of(out: Any) -> list[Tensor]:
+    """The tensors among an operator's results."""
+    if isinstance(out, Tensor):
+        return [out]
+    return [item for item in out if isinstance(item, Tensor)] if isinstance(out, (list, tuple)) else []
+
+
+def tensors_in(value: Any, depth: int = 6) -> list[Tensor]:
+    """The tensors in nested containers, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0:
+        return []
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = list(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        items = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    else:
+        return []
+    return [tensor for item in items for tensor in tensors_in(item, depth - 1)]

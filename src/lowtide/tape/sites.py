@@ -1,0 +1,162 @@
+"""Where in the program an operation sits: the modules being run, their paths, and the source line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.tape.policy import Policy
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+class Home:
+    """One module's ledger: what has been proven there, what must not be recomputed, and the routes in force."""
+
+    __slots__ = ("__weakref__", "distrusted", "module", "path", "policy", "proven", "routes", "scoped")
+
+    def __init__(self, path: str, module: nn.Module | None) -> None:
+        self.path = path
+        self.module = weakref.ref(module) if module is not None else None
+        self.proven: set[int] = set()
+        self.distrusted: set[int] = set()
+        self.policy: Policy | None = None
+        self.scoped: Policy | None = None
+        self.routes: dict[int, Any] = {}
+
+    def under(self, policy: Policy) -> dict[int, Any]:
+        """The routes of operators in this module under ``policy``."""
+        if self.policy is not policy:
+            if self.policy != policy:
+                self.routes = {}
+                self.scoped = policy.within(self.path)
+            self.policy = policy
+        return self.routes
+
+    def distrust(self, key: int) -> None:
+        """Keep the results of the operator ``key`` in this module from now on."""
+        self.distrusted.add(key)
+        self.routes.pop(key, None)
+
+
+class Site:
+    """Where one operation ran, for messages."""
+
+    __slots__ = ("home", "line")
+
+    def __init__(self, home: Home, line: str) -> None:
+        self.home = home
+        self.line = line
+
+    def describe(self) -> str:
+        """Module path and source line."""
+        return f"in {self.home.path or 'no module'}, {self.line}"
+
+
+class Tree:
+    """The paths and homes of the modules below one outermost module."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.paths: dict[int, str] = {}
+        self.homes: dict[int, Home] = {}
+        self._name()
+
+    def _name(self) -> None:
+        root = self.root()
+        if root is not None:
+            self.paths = {id(module): path for path, module in root.named_modules()}
+
+    def home(self, module: nn.Module, parent: Home) -> Home:
+        """The home of ``module``, whose call came from ``parent``."""
+        home = self.homes.get(id(module))
+        if home is not None and home.module is not None and home.module() is module:
+            return home
+        if id(module) not in self.paths:
+            self._name()  # modules may have been added since
+        path = self.paths.get(id(module))
+        if path is None:
+            path = f"{parent.path}.<{type(module).__name__}>".lstrip(".")
+        home = self.homes[id(module)] = Home(path, module)
+        return home
+
+
+_trees: weakref.WeakKeyDictionary[nn.Module, Tree] = weakref.WeakKeyDictionary()
+
+
+def tree_of(root: nn.Module) -> Tree:
+    """The tree below ``root``, made once."""
+    tree = _trees.get(root)
+    if tree is None:
+        tree = _trees[root] = Tree(root)
+    return tree
+
+
+def source_line() -> str:
+    """File and line of the innermost frame that is neither torch's nor lowtide's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH)) and not name.startswith("<"):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown line"
+
+
+# ---- module calls -------------------------------------------------------------------------------------------
+# Global hooks, there only while somebody records; each call looks up the recorder of its own thread.
+
+
+class ModuleWatch:
+    """Tells the recorder of each thread when a module's forward begins and ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._hooks: list[Any] = []
+        self.local = threading.local()
+
+    def start(self, enter: Callable[[nn.Module], None], leave: Callable[[nn.Module, Any], None]) -> None:
+        """Call ``enter`` and ``leave`` around module calls of this thread."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                registry = nn.modules.module
+                self._hooks = [
+                    registry.register_module_forward_pre_hook(self._before),
+                    registry.register_module_forward_hook(self._after, always_call=True),
+                ]
+        self.local.calls = (enter, leave)
+
+    def stop(self) -> None:
+        """End what ``start`` began."""
+        self.local.calls = None
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for hook in self._hooks:
+                    hook.remove()
+                self._hooks = []
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        calls = getattr(self.local, "calls", None)
+        if calls is not None:
+            calls[0](module)
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        calls = getattr(self.local, "calls", None)
+        if calls is not None:
+            calls[1](module, output)
+
+
+watch = ModuleWatch()

@@ -1,0 +1,158 @@
+"""What autograd is given in place of a saved tensor, and what it gets back for it.
+
+    forward   save(t) ─▶ pack ─▶ Kept(t)          the memory stays
+                               ─▶ Ticket(buffer)   the memory goes
+    backward  unpack(Kept)   ─▶ t, if nobody changed it
+              unpack(Ticket) ─▶ t, if the program still holds it; else the buffer, made again
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.errors import RootChanged
+from lowtide.tape.buffers import Buffer, Layout, alias, hold, layout_of, place
+from lowtide.tape.recipes import rebuild
+
+
+class Kept:
+    """A saved tensor handed over as it is, with the version that autograd itself would have checked."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int | None) -> None:
+        self.tensor = tensor
+        self.version = version
+
+    def redeem(self) -> Tensor:
+        """The tensor, unless it was modified in place since."""
+        tensor = self.tensor
+        if self.version is not None and tensor._version != self.version:
+            raise RootChanged(modified_message(tensor.shape, tensor.dtype, self.version, tensor._version))
+        return tensor
+
+
+class Save:
+    """That a tensor was saved at a version. Holds no memory: it lives as long as its buffer or ticket."""
+
+    __slots__ = ("origin", "stale", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.origin = weakref.ref(tensor)
+        self.version = tensor._version
+        self.stale = False
+
+    def written_through(self, written: Tensor) -> None:
+        """Note that its memory was written through ``written``.
+
+        Autograd refuses a saved tensor whose version counter moved. A write through an alias with a counter of
+        its own (``.data``) goes unnoticed there: the saved tensor then simply has the new contents.
+        """
+        tensor = self.origin()
+        self.stale = self.stale or tensor is None or share_counter(tensor, written)
+
+
+def share_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same version counter, found by moving one of them for a moment."""
+    before, version = one._version, other._version
+    move = torch._C._autograd._unsafe_set_version_counter
+    move((other,), (version + 1,))
+    shared = one._version != before
+    move((other,), (version,))
+    return shared
+
+
+class Ticket:
+    """A saved tensor that was dropped: which buffer, which view of it."""
+
+    __slots__ = ("buffer", "layout", "save")
+
+    def __init__(self, buffer: Buffer, layout: Layout, save: Save) -> None:
+        self.buffer = buffer
+        self.layout = layout
+        self.save = save
+
+    def redeem(self) -> Tensor:
+        """The tensor's contents: the tensor itself if the program still holds it, else made again."""
+        save = self.save
+        if save.stale:
+            raise RootChanged(modified_message(self.layout[0], self.layout[3], save.version, None))
+        origin = save.origin()
+        if origin is not None:
+            if origin._version != save.version:
+                raise RootChanged(modified_message(origin.shape, origin.dtype, save.version, origin._version))
+            if layout_of(origin) == self.layout:
+                return origin
+        buffer = self.buffer
+        while buffer.next is not None:  # written through .data: the saved tensor has the new contents
+            buffer = buffer.next
+        return place(rebuild(buffer), self.layout)
+
+
+class Parts:
+    """A saved wrapper subclass (a DTensor, say), taken apart; each plain tensor inside is packed by itself."""
+
+    __slots__ = ("context", "kind", "names", "packed", "size", "stride")
+
+    def __init__(self, tensor: Any, packed: list[Any], names: list[str], context: Any) -> None:
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.packed, self.names, self.context = packed, names, context
+
+    def redeem(self) -> Tensor:
+        """The wrapper around its redeemed parts."""
+        inner = {name: item.redeem() for name, item in zip(self.names, self.packed, strict=True)}
+        whole: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return whole
+
+
+def unpack(packed: Kept | Ticket | Parts) -> Tensor:
+    """Autograd's unpack hook."""
+    return packed.redeem()
+
+
+def keep_now(tensor: Tensor, storage: torch.UntypedStorage, buffer: Buffer) -> None:
+    """Turn a dropped buffer whose memory still lives into a held one: a restore point."""
+    if buffer.blank is not None:
+        return
+    held = hold(tensor, storage)
+    buffer.value, buffer.version, buffer.recipe = held.value, held.version, None
+    if held.version is not None:
+        getattr(storage, "_lowtide_held").append(weakref.ref(buffer))  # noqa: B009 - not a public attribute
+
+
+def keep(tensor: Tensor) -> Kept:
+    """Hand ``tensor`` over as it is, without the graph that made it.
+
+    An output that its own node saves would otherwise hold the node that holds it.
+    """
+    version = None if tensor.is_inference() else tensor._version
+    if tensor.is_leaf:
+        return Kept(tensor, version)
+    if type(tensor) is Tensor:
+        return Kept(alias(tensor), version)
+    return Kept(tensor.detach(), version)
+
+
+def pack_dropped(tensor: Tensor, buffer: Buffer) -> Ticket:
+    """Give up a tensor whose buffer can be made again."""
+    save = Save(tensor)
+    if buffer.saves is None:
+        buffer.saves = [save]
+    else:
+        buffer.saves.append(save)
+    buffer.used = True
+    return Ticket(buffer, layout_of(tensor), save)
+
+
+def modified_message(shape: Any, dtype: Any, expected: int, found: int | None) -> str:
+    """Autograd's own words for a saved tensor that was modified in place."""
+    now = f"is at version {found}; expected version {expected} instead" if found is not None else "was overwritten"
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {list(shape)}] {now}. Run backward before modifying it, or modify a copy."
+    )
