@@ -38,44 +38,62 @@ class Buffer:
     held: ``value`` aliases memory of the program at version ``version`` of its version counter.
     """
 
-    __slots__ = ("__weakref__", "blank", "next", "print", "recipe", "saves", "used", "value", "version", "where")
+    __slots__ = ("__weakref__", "rare", "recipe", "saves", "used", "value", "version")
 
     def __init__(self, recipe: Recipe | None, value: Tensor | None = None, version: int | None = None) -> None:
         self.recipe = recipe
         self.value = value
         self.version = version
-        self.where = None  # of a held buffer: where it was first read, for messages
-        self.blank: Any = None  # of memory never written whole: the bytes still missing and what was written
         self.used = False  # a recipe or a ticket refers to this version
         self.saves: list[Any] | None = None  # what autograd saved of it (tickets.Save)
-        self.next: Buffer | None = None  # the version that followed it in the same storage
-        self.print: int | None = None  # fingerprint, while it is being proven
+        self.rare: Rare | None = None
 
     def contents(self) -> Tensor:
         """The memory itself, checked to be what it was when a recipe took hold of it."""
         value = self.value
         assert value is not None
         if self.version is not None and value._version != self.version:
-            raise RootChanged(changed_message(value, self.version, self.where))
+            raise RootChanged(changed_message(value, self.version))
         return value
 
 
-def changed_message(value: Tensor, version: int, where: Any) -> str:
+class Rare:
+    """What few buffers need to remember."""
+
+    __slots__ = ("blank", "next", "print", "site")
+
+    def __init__(self) -> None:
+        self.blank: frozenset[Any] | None = None  # of memory not yet written whole: the layouts written so far
+        self.next: Buffer | None = None  # the version that followed in the same storage, seen by autograd
+        self.print: int | None = None  # fingerprint of the contents, while they are being proven
+        self.site: Any = None  # where it was made, while it is being proven
+
+
+def rare(buffer: Buffer) -> Rare:
+    """The rare part of ``buffer``, made on first use."""
+    if buffer.rare is None:
+        buffer.rare = Rare()
+    return buffer.rare
+
+
+def blank(buffer: Buffer) -> frozenset[Any] | None:
+    """The layouts written so far of memory that was never seen being written whole; None of any other."""
+    return None if buffer.rare is None else buffer.rare.blank
+
+
+def changed_message(value: Tensor, version: int) -> str:
     """Say which tensor was changed under the feet of a recomputation, and what to do about it."""
-    read_by = f" (read by {where})" if where else ""
     return (
-        f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}{read_by} was modified in place between "
-        f"forward and backward: it is at version {value._version}, but version {version} is needed to recompute "
-        "activations. Run backward before changing it (an optimizer step, an update of a buffer, a clip), or keep "
-        "the results of the operation that reads it."
+        f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype} was modified in place between forward and "
+        f"backward: it is at version {value._version}, but version {version} is needed to recompute activations. "
+        "Run backward before changing it (an optimizer step, an update of a buffer, a clip), or keep the results "
+        "of the operations that read it."
     )
 
 
 def layout_of(tensor: Tensor) -> Layout:
     """How ``tensor`` lies in its storage."""
-    bits = 0
-    if tensor.is_neg():
-        bits = 2
+    bits = 2 if tensor.is_neg() else 0
     if tensor.is_conj():
         bits += 1
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
@@ -109,8 +127,9 @@ def clone_storage(value: Tensor) -> Tensor:
     return copy
 
 
-_detach = torch.ops.aten.detach.default
-_keysets: dict[str, Any] = {}
+_detach = torch.ops.aten.detach.default._handle.redispatch_boxed
+_keysets: dict[torch.device, Any] = {}
+_REAL = frozenset({Tensor, torch.nn.Parameter})
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -120,18 +139,15 @@ def alias(tensor: Tensor) -> Tensor:
     """
     if type(tensor) not in _REAL or tensor.is_inference():
         return tensor.detach()
-    kind = tensor.device.type
-    keys = _keysets.get(kind)
-    if keys is None:
-        backend = torch._C._dispatch_key_for_device(kind)
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
-            getattr(torch._C.DispatchKey, backend)
-        )
-        _keysets[kind] = keys
-    return _detach.redispatch(keys, tensor)
+    keys = _keysets.get(tensor.device) or _keyset(tensor.device)
+    return _detach(keys, tensor)
 
 
-_REAL = frozenset({Tensor, torch.nn.Parameter})
+def _keyset(device: torch.device) -> Any:
+    backend = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(backend)
+    _keysets[device] = keys
+    return keys
 
 
 def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:

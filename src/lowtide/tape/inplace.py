@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lowtide.tape import proof
-from lowtide.tape.buffers import MADE, Buffer, alias, clone_storage, layout_of, release_held
+from lowtide.tape.buffers import HELD, MADE, Buffer, alias, blank, clone_storage, layout_of, rare, release_held
 from lowtide.tape.operators import Operator, tensors_at
-from lowtide.tape.recipes import RandomRecipe, Recipe, capture, expose
+from lowtide.tape.recipes import FullRecipe, capture, expose, find
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -66,7 +66,8 @@ def targets_of(
         if known is not None:
             known.layouts.append(layout_of(tensor))
             continue
-        if recorder.proving:
+        buffer = getattr(storage, MADE, None)
+        if buffer is not None and buffer.rare is not None:
             proof.watch_memory(recorder, tensor)
         if not storage.resizable():
             expose(storage, tensor)
@@ -81,7 +82,7 @@ def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: A
     known = [target for target in targets.values() if target.old is not None]
     if not known and not op.makes_new:
         return False
-    if any(target.old.blank is not None for target in known) and not op.whole:  # type: ignore[union-attr]
+    if any(blank(target.old) is not None for target in known if target.old) and not op.whole:
         return False  # reads memory that was never seen being written
     home = recorder.frame.home
     policy = home.scoped or recorder.policy
@@ -91,7 +92,7 @@ def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: A
     if decision:
         return False
     reason = op.keep or ("found not to be reproducible" if op.key in home.distrusted else None)
-    if reason is None and op.safe_on_cpu_only and any(t.tensor.device.type != "cpu" for t in targets.values()):
+    if reason is None and op.safe_on_cpu_only and not all(t.tensor.is_cpu for t in targets.values()):
         reason = "not reproducible from run to run on this device"
     if reason is not None:
         recorder.ledger.note(op, home, reason)
@@ -99,7 +100,7 @@ def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: A
     return True
 
 
-def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> Recipe:
+def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> FullRecipe:
     """The recipe of an operation that writes, taken before it runs.
 
     Memory that is there and about to be overwritten is copied: running statistics are replayed on that copy.
@@ -116,27 +117,25 @@ def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: 
 
     def read(tensor: Tensor) -> Buffer:
         original = originals.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
-        return recorder.read(tensor) if original is None else original
+        return find(tensor) if original is None else original
 
-    states, generators = drawn(args, kwargs) if op.random else (None, None)
-    constants, named, reads = capture(args, kwargs, read)
-    recipe = (RandomRecipe if states is not None else Recipe)(op, constants, named, reads)
-    recipe.generators = generators
+    drew = drawn(args, kwargs) if op.random else (None, None)
+    recipe = FullRecipe(op, *capture(args, kwargs, read))
+    recipe.states, recipe.generators = drew
     recipe.written = steals
-    if type(recipe) is RandomRecipe:
-        recipe.states = states
     return recipe
 
 
-def commit(recorder: Recorder, recipe: Recipe, targets: dict[int, Target], out: Any) -> list[Buffer]:
+def commit(recorder: Recorder, recipe: FullRecipe, targets: dict[int, Target], out: Any) -> list[Buffer]:
     """Give the new versions and the new results of an operation that ran their buffers."""
-    recipe.made = []
     buffers = []
     for target in targets.values():
         if target.old is None:
             continue
         new = Buffer(recipe)
-        new.blank = _still_blank(target)
+        missing = _still_blank(target)
+        if missing is not None:
+            rare(new).blank = missing
         recipe.made.append((id(target.old), weakref.ref(new)))
         overwrite(target, new)
         recorder.adopt(target.storage, new)
@@ -146,15 +145,14 @@ def commit(recorder: Recorder, recipe: Recipe, targets: dict[int, Target], out: 
     return buffers
 
 
-def _new_results(recorder: Recorder, recipe: Recipe, out: Any) -> list[Buffer]:
+def _new_results(recorder: Recorder, recipe: FullRecipe, out: Any) -> list[Buffer]:
     results = [(-1, out)] if isinstance(out, Tensor) else list(enumerate(out))
-    recipe.outs = []
     buffers = []
     for which, result in results:
         if not isinstance(result, Tensor) or not recorder.droppable(recipe.op, result):
             continue
         storage = result.untyped_storage()
-        if hasattr(storage, MADE) or hasattr(storage, "_lowtide_held"):
+        if hasattr(storage, MADE) or hasattr(storage, HELD):
             continue
         buffer = Buffer(recipe)
         recipe.outs.append((which, weakref.ref(buffer)))
@@ -165,10 +163,10 @@ def _new_results(recorder: Recorder, recipe: Recipe, out: Any) -> list[Buffer]:
 
 def _still_blank(target: Target) -> frozenset[Any] | None:
     """What has been written of memory that began as ``empty``, or None once all of it has been."""
-    assert target.old is not None
-    if target.old.blank is None:
+    before = blank(target.old) if target.old is not None else None
+    if before is None:
         return None
-    parts = target.old.blank.union(target.layouts)
+    parts = before.union(target.layouts)
     written = 0
     for size, _, _, dtype, _ in parts:
         written += size.numel() * dtype.itemsize
@@ -187,7 +185,7 @@ def overwrite(target: Target, new: Buffer | None) -> None:
     if new is None:
         delattr(target.storage, MADE)
         if follow:
-            old.next = Buffer(None, alias(target.tensor))
+            rare(old).next = Buffer(None, alias(target.tensor))
     elif old.saves:
         new.saves = follow
-        old.next = new
+        rare(old).next = new

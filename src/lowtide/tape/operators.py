@@ -20,6 +20,7 @@ class Operator:
 
     __slots__ = (
         "blank",
+        "call",
         "func",
         "keep",
         "key",
@@ -37,6 +38,7 @@ class Operator:
 
     def __init__(self, func: Any) -> None:
         self.func = func  # also keeps id(func) from being used again
+        self.call = getattr(func, "_op", func)  # the same without a Python frame in between
         self.key = id(func)
         self.keep: str | None = None  # why results are never recomputed
         self.writes: tuple[int | str, ...] = ()  # arguments that the schema says are written

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
 from lowtide.tape import inplace, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, clone_storage, place
+from lowtide.tape.buffers import HELD, MADE, Buffer, blank, clone_storage, place, rare
 from lowtide.tape.recipes import expose
 from lowtide.tape.sites import Site, source_line
 
@@ -60,11 +60,11 @@ def watch_memory(recorder: Recorder, tensor: Tensor) -> None:
     """Notice that something unseen wrote to a dropped result that is about to be read or saved."""
     storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     buffer: Buffer | None = getattr(storage, MADE, None)
-    if storage is None or buffer is None or buffer.print is None or buffer.recipe is None:
+    if storage is None or buffer is None or buffer.rare is None or buffer.recipe is None:
         return
-    if fingerprint(storage) != buffer.print:
-        recipe = buffer.recipe
-        _distrust(recorder, recipe.op, recipe.site, "its result was written by code that the dispatcher does not see")
+    seen = buffer.rare.print
+    if seen is not None and fingerprint(storage) != seen:
+        _distrust(recorder, buffer.recipe.op, buffer.rare.site, "its result was written by code that the dispatcher does not see")
         expose(storage, tensor)
 
 
@@ -77,13 +77,13 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, *, asks: bool)
     for tensor in inputs:
         watch_memory(recorder, tensor)
     before = [fingerprint(tensor.untyped_storage()) for tensor in inputs] if provable else []
-    states, generators = drawn(args, kwargs) if op.random else (None, None)
+    drew = drawn(args, kwargs) if op.random else None
     out = op.func(*args, **kwargs)
     results = results_of(out)
     if asks and recorder.asks_to_keep(op, results):
         return out
     if not provable or not all(_is_real(result) for result in results):
-        recorder.drop(op, args, kwargs, out, states, generators)
+        recorder.drop(op, args, kwargs, out, drew)
         return out
     _pend(recorder, op)
     site = Site(recorder.frame.home, source_line())
@@ -93,15 +93,13 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, *, asks: bool)
         for tensor in changed:
             _give_up(op, site, tensor)
         return out
-    again_args, again_kwargs = _with_twins(args, kwargs, generators)
-    with randomness.drawing_from(states):
-        again = results_of(op.func(*again_args, **again_kwargs))
+    again = results_of(_run_again(op, args, kwargs, drew))
     pairs = zip(results, again, strict=True)
     if not all(same_bits(a, b) for a, b in pairs if a.is_floating_point() or a.is_complex()):
         _distrust(recorder, op, site, "two runs on the same input gave different results")
         return out
     del again
-    for buffer, storage in _pairs(recorder.drop(op, args, kwargs, out, states, generators), results):
+    for buffer, storage in _pairs(recorder.drop(op, args, kwargs, out, drew), results):
         _stamp(buffer, storage, site)
     return out
 
@@ -127,7 +125,7 @@ def run_write(
     out = op.func(*args, **kwargs)
     _pend(recorder, op)
     site = Site(recorder.frame.home, source_line())
-    again = recipe.run(inputs, getattr(recipe, "states", None))
+    again = recipe.run(inputs)
     same = all(
         fingerprint(copies[key].untyped_storage()) == fingerprint(target.storage) for key, target in targets.items()
     )
@@ -150,10 +148,9 @@ def run_write(
 
 
 def _stamp(buffer: Buffer, storage: torch.UntypedStorage, site: Site) -> None:
-    if buffer.recipe is not None:
-        buffer.recipe.site = site
-    if buffer.blank is None:
-        buffer.print = fingerprint(storage)
+    if blank(buffer) is None:
+        rare(buffer).site = site
+        rare(buffer).print = fingerprint(storage)
 
 
 def _pairs(buffers: list[Buffer], results: list[Tensor]) -> list[tuple[Buffer, torch.UntypedStorage]]:
@@ -223,11 +220,13 @@ def _at(position: Any, args: Any, kwargs: Any) -> Tensor:
     return tensor  # type: ignore[no-any-return]
 
 
-def _with_twins(args: Any, kwargs: Any, generators: Any) -> tuple[list[Any], dict[str, Any]]:
+def _run_again(op: Operator, args: Any, kwargs: Any, drew: Any) -> Any:
+    states, generators = drew or (None, None)
     args, kwargs = list(args), dict(kwargs)
     for position, generator, state in generators or ():
         (kwargs if isinstance(position, str) else args)[position] = randomness.twin(generator, state)
-    return args, kwargs
-
-
-
+    before = randomness.enter(states or ())
+    try:
+        return op.func(*args, **kwargs)
+    finally:
+        randomness.leave(before)

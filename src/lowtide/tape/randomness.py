@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 State = tuple[torch.device, Tensor]
 
@@ -50,20 +46,18 @@ def states_of(devices: set[torch.device]) -> tuple[State, ...]:
     return tuple((device, get_state(device)) for device in devices)
 
 
-@contextmanager
-def drawing_from(states: tuple[State, ...] | None) -> Iterator[None]:
-    """Run with the default generators in ``states``; afterwards they are as if nothing had been drawn."""
-    if states is None:
-        yield
-        return
-    before = states_of({device for device, _ in states})
-    try:
-        for device, state in states:
-            set_state(device, state)
-        yield
-    finally:
-        for device, state in before:
-            set_state(device, state)
+def enter(states: tuple[State, ...]) -> tuple[State, ...]:
+    """Put the default generators into ``states``; returns the states before, for ``leave``."""
+    before = tuple((device, get_state(device)) for device, _ in states)
+    for device, state in states:
+        set_state(device, state)
+    return before
+
+
+def leave(before: tuple[State, ...]) -> None:
+    """Put back what ``enter`` found, as if nothing had been drawn since."""
+    for device, state in before:
+        set_state(device, state)
 
 
 def twin(generator: torch.Generator, state: Tensor) -> torch.Generator:

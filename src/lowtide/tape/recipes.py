@@ -20,13 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import ReplayMismatch
 from lowtide.tape import randomness
-from lowtide.tape.buffers import MADE, Buffer, Layout, alias, clone_storage, hold, layout_of, place
+from lowtide.tape.buffers import MADE, Buffer, Layout, alias, clone_storage, hold, layout_of, place, rare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from lowtide.tape.operators import Operator, Position
-    from lowtide.tape.sites import Site
 
 Read = tuple["Position", Buffer, Layout]
 
@@ -56,21 +55,9 @@ def _pause(step: int) -> None:
 
 
 class Recipe:
-    """One recorded operation: its operator, its arguments with tensors as (buffer, layout), its random state."""
+    """One recorded operation that made one new result: operator, arguments with tensors as (buffer, layout)."""
 
-    __slots__ = (
-        "args",
-        "generators",
-        "grad",
-        "kwargs",
-        "made",
-        "op",
-        "order",
-        "outs",
-        "reads",
-        "site",
-        "written",
-    )
+    __slots__ = ("args", "grad", "kwargs", "op", "order", "reads")
 
     def __init__(self, op: Operator, args: list[Any], kwargs: dict[str, Any] | None, reads: list[Read]) -> None:
         self.op = op
@@ -79,35 +66,52 @@ class Recipe:
         self.reads = reads
         self.order = next(_order)
         self.grad = torch.is_grad_enabled()
-        self.outs: list[tuple[int, weakref.ref[Buffer]]] | None = None  # fresh results: (which, buffer)
-        self.made: list[tuple[int, weakref.ref[Buffer]]] | None = None  # new versions: (id of old, new)
-        self.written: dict[int, bool] | None = None  # id of a buffer that is written: it has no other reader
-        self.generators: list[tuple[Position, torch.Generator, Tensor]] | None = None
-        self.site: Site | None = None
 
-    def run(self, inputs: list[Tensor], states: tuple[randomness.State, ...] | None) -> Any:
-        """Run the operator on ``inputs``, one tensor per read. States are those of the default generators."""
-        args, kwargs = list(self.args), self.kwargs
+    def run(self, inputs: list[Tensor]) -> Any:
+        """Run the operator on ``inputs``, one tensor per read."""
+        args, kwargs = self.args.copy(), self.kwargs
         if kwargs:
             kwargs = dict(kwargs)
-        for (position, _, _), tensor in zip(self.reads, inputs, strict=True):
-            _put(args, kwargs, position, tensor)
-        for position, generator, state in self.generators or ():
-            _put(args, kwargs, position, randomness.twin(generator, state))
-        if states is None:
-            return self.op.func(*args, **kwargs) if kwargs else self.op.func(*args)
-        with randomness.drawing_from(states):
-            return self.op.func(*args, **kwargs) if kwargs else self.op.func(*args)
+        for read, tensor in zip(self.reads, inputs, strict=True):
+            position = read[0]
+            if type(position) is int:
+                args[position] = tensor
+            else:
+                _put(args, kwargs, position, tensor)
+        return self.op.call(*args, **kwargs) if kwargs else self.op.call(*args)
 
 
-class RandomRecipe(Recipe):
-    """A recipe that draws from default generators: it carries the states that they had."""
+class FullRecipe(Recipe):
+    """A recorded operation with several results, results written in place, or random state."""
 
-    __slots__ = ("states",)
+    __slots__ = ("generators", "made", "outs", "states", "written")
 
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
-        self.states: tuple[randomness.State, ...] | None = None
+        self.outs: list[tuple[int, weakref.ref[Buffer]]] = []  # new results: (which, buffer)
+        self.made: list[tuple[int, weakref.ref[Buffer]]] = []  # new versions: (id of the old buffer, new)
+        self.written: dict[int, bool] | None = None  # id of a buffer that is written: it has no other reader
+        self.states: tuple[randomness.State, ...] | None = None  # of the default generators it drew from
+        self.generators: list[tuple[Position, torch.Generator, Tensor]] | None = None
+
+    def run(self, inputs: list[Tensor]) -> Any:
+        """Run the operator on ``inputs``, one tensor per read, with the random state that it saw."""
+        if self.generators:
+            args, kwargs = self.args, self.kwargs
+            try:
+                self.args, self.kwargs = list(args), dict(kwargs or {})
+                for position, generator, state in self.generators:
+                    _put(self.args, self.kwargs, position, randomness.twin(generator, state))
+                return super().run(inputs)
+            finally:
+                self.args, self.kwargs = args, kwargs
+        if self.states is None:
+            return super().run(inputs)
+        before = randomness.enter(self.states)
+        try:
+            return super().run(inputs)
+        finally:
+            randomness.leave(before)
 
 
 def _put(args: list[Any], kwargs: dict[str, Any] | None, position: Position, value: Any) -> None:
@@ -135,7 +139,7 @@ def capture(
         kind = type(value)
         if kind in _CONSTANTS:
             continue
-        if isinstance(value, Tensor):
+        if kind is Tensor or isinstance(value, Tensor):
             reads.append((index, read(value), layout_of(value)))
             constants[index] = None
         elif kind is list or kind is tuple:
@@ -178,33 +182,40 @@ def rebuild(buffer: Buffer) -> Tensor:
             return buffer.contents()
         guard = torch._C._ExcludeDispatchKeyGuard(_BELOW)
         grad = torch.is_grad_enabled()
-        _pause(1)
+        recording = torch._C._len_torch_dispatch_stack() > 0
+        if recording:
+            _pause(1)
         try:
             for target, recipe in _plan(buffer):
                 if recipe.grad is not torch.is_grad_enabled():
                     torch._C._set_grad_enabled(recipe.grad)
                 _follow(target, recipe)
         finally:
-            _pause(-1)
+            if recording:
+                _pause(-1)
             torch._C._set_grad_enabled(grad)
             del guard
     return buffer.contents()
 
 
-def _plan(buffer: Buffer) -> list[tuple[Buffer, Recipe]]:
+def _plan(buffer: Buffer) -> Iterable[tuple[Buffer, Recipe]]:
     """The recipes that lead to ``buffer``, in the order in which they were recorded.
 
     Iterative: a chain may be as long as the program.
     """
-    found: dict[int, tuple[Buffer, Recipe]] = {}
-    stack = [buffer]
-    while stack:
-        target = stack.pop()
+    recipe = buffer.recipe
+    assert recipe is not None
+    missing = [read for _, read, _ in recipe.reads if read.recipe is not None]
+    if not missing:
+        return ((buffer, recipe),)
+    found = {recipe.order: (buffer, recipe)}
+    while missing:
+        target = missing.pop()
         recipe = target.recipe
         if recipe is None or recipe.order in found:
             continue
         found[recipe.order] = (target, recipe)
-        stack += [read for _, read, _ in recipe.reads if read.recipe is not None]
+        missing += [read for _, read, _ in recipe.reads if read.recipe is not None]
     return _Draining(found[order] for order in sorted(found))
 
 
@@ -219,6 +230,18 @@ class _Draining(list[Any]):
 
 def _follow(target: Buffer, recipe: Recipe) -> None:
     """Run one recipe and give its results to the buffers that are still wanted."""
+    if type(recipe) is FullRecipe:
+        _follow_full(target, recipe)
+        return
+    inputs = [place(read.contents(), layout) for _, read, layout in recipe.reads]
+    value = recipe.run(inputs)
+    if target.rare is not None and target.rare.print is not None:
+        _compare(target, value, recipe)
+    target.value = value
+    target.recipe = None
+
+
+def _follow_full(target: Buffer, recipe: FullRecipe) -> None:
     bases: dict[int, Tensor] = {}
     if recipe.written:
         for _, read, _ in recipe.reads:
@@ -229,37 +252,37 @@ def _follow(target: Buffer, recipe: Recipe) -> None:
     inputs = [
         place(bases[id(read)] if id(read) in bases else read.contents(), layout) for _, read, layout in recipe.reads
     ]
-    result = recipe.run(inputs, recipe.states if type(recipe) is RandomRecipe else None)
+    result = recipe.run(inputs)
     del inputs
-    if recipe.outs is None and recipe.made is None:
+    if not recipe.outs and not recipe.made:
         _fill(target, result, recipe)
-    for which, ref in recipe.outs or ():
-        out = ref()
-        if out is not None and out.recipe is recipe:
-            _fill(out, result[which] if which >= 0 else result, recipe)
-    for old, ref in recipe.made or ():
-        new = ref()
-        if new is not None and new.recipe is recipe:
-            _fill(new, bases[old], recipe)
+    for which, ref in recipe.outs:
+        _fill(ref(), result[which] if which >= 0 else result, recipe)
+    for old, ref in recipe.made:
+        _fill(ref(), bases[old], recipe)
 
 
-def _fill(buffer: Buffer, value: Tensor, recipe: Recipe) -> None:
-    if buffer.print is not None:
-        from lowtide.tape.proof import fingerprint
-
-        if fingerprint(value.untyped_storage()) != buffer.print:
-            site = recipe.site
-            if site is not None:
-                site.home.distrust(recipe.op.key)
-            raise ReplayMismatch(
-                f"recomputing {recipe.op.name} gave other values than the forward pass did"
-                + (f" ({site.describe()})" if site is not None else "")
-                + ". It depends on something that changed since, so gradients would have been wrong. Its results are "
-                "kept from now on: run the step again."
-            )
-        buffer.print = None
+def _fill(buffer: Buffer | None, value: Tensor, recipe: Recipe) -> None:
+    if buffer is None or buffer.recipe is not recipe:
+        return
+    if buffer.rare is not None and buffer.rare.print is not None:
+        _compare(buffer, value, recipe)
     buffer.value = value
     buffer.recipe = None
+
+
+def _compare(buffer: Buffer, value: Tensor, recipe: Recipe) -> None:
+    from lowtide.tape.proof import fingerprint
+
+    assert buffer.rare is not None
+    if fingerprint(value.untyped_storage()) != buffer.rare.print:
+        site = buffer.rare.site
+        site.home.distrust(recipe.op.key)
+        raise ReplayMismatch(
+            f"recomputing {recipe.op.name} gave other values than the forward pass did ({site.describe()}). It "
+            "depends on something that changed since, so gradients would have been wrong. Its results are kept "
+            "from now on: run the step again."
+        )
 
 
 # ---- which buffer a tensor is -------------------------------------------------------------------------------
@@ -269,13 +292,21 @@ def find(tensor: Tensor) -> Buffer:
     """The buffer that ``tensor`` is a view of: a dropped one, or the memory itself, taken hold of."""
     storage = tensor.untyped_storage()
     buffer: Buffer | None = getattr(storage, MADE, None)
-    if buffer is None:
-        return hold(tensor, storage)
-    if buffer.blank is not None or not storage.resizable():
-        expose(storage, tensor)
+    if buffer is None or not current(storage, tensor, buffer):
         return hold(tensor, storage)
     buffer.used = True
     return buffer
+
+
+def current(storage: torch.UntypedStorage, tensor: Tensor, buffer: Buffer) -> bool:
+    """Whether ``buffer``'s recipe still makes what ``storage`` holds; if not, the memory counts as it is.
+
+    Not so for memory that was never seen being written whole, and memory shared with code outside torch.
+    """
+    if storage.resizable() and (buffer.rare is None or buffer.rare.blank is None):
+        return True
+    expose(storage, tensor)
+    return False
 
 
 def expose(storage: torch.UntypedStorage, tensor: Tensor) -> None:
@@ -285,4 +316,4 @@ def expose(storage: torch.UntypedStorage, tensor: Tensor) -> None:
         return
     delattr(storage, MADE)
     if buffer.saves:
-        buffer.next = Buffer(None, alias(tensor))
+        rare(buffer).next = Buffer(None, alias(tensor))

@@ -22,10 +22,10 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer
+from lowtide.tape.buffers import HELD, MADE, Buffer, blank, rare
 from lowtide.tape.operators import Operator, operator, tensors_at
 from lowtide.tape.policy import Op, Policy
-from lowtide.tape.recipes import RandomRecipe, Recipe, TapeMode, capture, expose, find
+from lowtide.tape.recipes import FullRecipe, Recipe, TapeMode, capture, current, expose, find
 from lowtide.tape.sites import Home, tree_of
 from lowtide.tape.tickets import Parts, keep, keep_now, pack_dropped
 
@@ -64,7 +64,8 @@ class Recorder(TapeMode):
         self.frame = Frame(home, None, 0)
         self.frames: list[Frame] = []
         self.calls: dict[int, int] = {}
-        self.routes = home.under(policy)
+        self.paused = 0
+        self._stand_in(self.frame)
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
 
     # ---- operations -----------------------------------------------------------------------------------------
@@ -74,12 +75,23 @@ class Recorder(TapeMode):
     ) -> Any:
         if types and not all(kind in _plain or _is_fake(kind) for kind in types):
             return NotImplemented
-        if not self.paused:
-            route = self.routes.get(id(func)) or self._learn(func)
-            kind, op = route
-            if kind:
-                return self._record(kind, op, args, kwargs or _NONE)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        call = self.passes.get(id(func))
+        if call is not None:
+            return call(*args, **kwargs) if kwargs else call(*args)
+        kind, op = self.routes.get(id(func)) or self._learn(func)
+        if kind == PASS or self.paused:
+            return op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if kind > ASK:
+            return self._other(kind, op, args, kwargs or _NONE)
+        if not torch.is_grad_enabled() and not self.trusts_caller():
+            return op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if self.proving and (self.proving_all or op.key not in self.frame.home.proven):
+            return proof.run(self, op, args, kwargs or _NONE, asks=kind == ASK)
+        drew = drawn(args, kwargs or _NONE) if op.random else None
+        out = op.call(*args, **kwargs) if kwargs else op.call(*args)
+        if kind == DROP or not self.asks_to_keep(op, results_of(out)):
+            self.drop(op, args, kwargs, out, drew)
+        return out
 
     def _learn(self, func: Any) -> tuple[int, Operator]:
         """Decide once how operations of ``func`` in the present module are treated."""
@@ -97,58 +109,49 @@ class Recorder(TapeMode):
             kind = FORCE
         else:
             kind = ASK if decision is None else DROP
+        if kind == PASS:
+            home.passes[op.key] = op.call
+            return kind, op
         route = home.routes[op.key] = (kind, op)
         return route
 
-    def _record(self, kind: int, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _other(self, kind: int, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind == WRITE:
             return inplace.write(self, op, args, kwargs)
         if kind == SWAP:
             for tensor in tensors_at(op.writes, args, kwargs):
                 expose(tensor.untyped_storage(), tensor)
-            return op.func(*args, **kwargs)
-        if kind == FORCE:
-            self.ledger.note(op, self.frame.home, self.why_kept(op))
-            return op.func(*args, **kwargs)
-        if not torch.is_grad_enabled() and not self.trusts_caller():
-            return op.func(*args, **kwargs)
-        if self.must_prove(op):
-            return proof.run(self, op, args, kwargs, asks=kind == ASK)
-        states = generators = None
-        if op.random:
-            states, generators = drawn(args, kwargs)
-        out = op.func(*args, **kwargs) if kwargs else op.func(*args)
-        if kind == ASK and self.asks_to_keep(op, results_of(out)):
-            return out
-        self.drop(op, args, kwargs, out, states, generators)
-        return out
+        else:
+            self.ledger.note(op, self.frame.home, op.keep or "found not to be reproducible")
+        return op.call(*args, **kwargs)
 
-    def drop(
-        self, op: Operator, args: Any, kwargs: Any, out: Any, states: Any, generators: Any
-    ) -> list[Buffer]:
+    def drop(self, op: Operator, args: Any, kwargs: Any, out: Any, drew: Any) -> list[Buffer]:
         """Give the new float results of an operation buffers that can be made again."""
-        results = ((-1, out),) if isinstance(out, Tensor) else enumerate(out) if isinstance(out, (list, tuple)) else ()
-        recipe: Recipe | None = None
+        if type(out) is Tensor:
+            if not self.droppable(op, out):
+                return []
+            recipe = (Recipe if drew is None else FullRecipe)(op, *capture(args, kwargs, find))
+            results: Any = ((-1, out),)
+        else:
+            results = [(which, result) for which, result in enumerate(out) if isinstance(result, Tensor)]
+            results = [(which, result) for which, result in results if self.droppable(op, result)]
+            if not results:
+                return []
+            recipe = FullRecipe(op, *capture(args, kwargs, find))
+        if drew is not None:
+            recipe.states, recipe.generators = drew  # type: ignore[attr-defined]
         buffers = []
         for which, result in results:
-            if not isinstance(result, Tensor) or not self.droppable(op, result):
-                continue
-            if recipe is None:
-                constants, named, reads = capture(args, kwargs, self.read)
-                kind = RandomRecipe if states is not None else Recipe
-                recipe = kind(op, constants, named, reads)
-                recipe.generators = generators
-                if type(recipe) is RandomRecipe:
-                    recipe.states = states
             storage = result.untyped_storage()
             if hasattr(storage, MADE) or hasattr(storage, HELD):
                 continue  # shares the memory of something known: a view after all
             buffer = Buffer(recipe)
             if op.blank:
-                buffer.blank = frozenset()
+                rare(buffer).blank = frozenset()
             if which >= 0:
-                recipe.outs = [*(recipe.outs or ()), (which, weakref.ref(buffer))]
-            self.adopt(storage, buffer)
+                recipe.outs.append((which, weakref.ref(buffer)))  # type: ignore[attr-defined]
+            setattr(storage, MADE, buffer)
+            self.made.append(weakref.ref(storage))
             buffers.append(buffer)
         return buffers
 
@@ -159,22 +162,13 @@ class Recorder(TapeMode):
 
     def droppable(self, op: Operator, result: Tensor) -> bool:
         """Whether one result may be recomputed; notes why not."""
-        if not (result.is_floating_point() or result.is_complex()):
-            if not op.random:
-                self.ledger.note(op, self.frame.home, "integer or bool results can decide what comes next")
-                return False
-        elif op.safe_on_cpu_only and result.device.type not in ("cpu", "meta"):
+        if not (result.is_floating_point() or result.is_complex() or op.random):
+            self.ledger.note(op, self.frame.home, "integer or bool results can decide what comes next")
+            return False
+        if op.safe_on_cpu_only and not (result.is_cpu or result.is_meta):
             self.ledger.note(op, self.frame.home, "not reproducible from run to run on this device")
             return False
-        if result.layout is not torch.strided or result.is_mkldnn or type(result) not in _plain:
-            return type(result) in _plain or _is_fake(type(result))
-        return result.untyped_storage().resizable()
-
-    def read(self, tensor: Tensor) -> Buffer:
-        """The buffer that an operation reads through ``tensor``."""
-        if self.proving:
-            proof.watch_memory(self, tensor)
-        return find(tensor)
+        return result.layout is torch.strided and type(result) in _plain
 
     def asks_to_keep(self, op: Operator, results: list[Tensor]) -> bool:
         """The policy's decision for one operation."""
@@ -188,10 +182,6 @@ class Recorder(TapeMode):
         """Whether this operation is to be proven reproducible before it is dropped."""
         return self.proving and (self.proving_all or op.key not in self.frame.home.proven)
 
-    def why_kept(self, op: Operator) -> str:
-        """Why an operator that the policy drops is kept."""
-        return op.keep or "found not to be reproducible"
-
     def trusts_caller(self) -> bool:
         """Whether operations without grad come from a declared custom Function's forward."""
         return bool(trusted_codes) and _runs_trusted()
@@ -200,29 +190,29 @@ class Recorder(TapeMode):
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd's pack hook."""
-        if type(tensor) not in _plain and not _is_fake(type(tensor)):
+        kind = type(tensor)
+        if kind is not Tensor and kind not in _plain and not _is_fake(kind):
             return self._pack_wrapper(tensor)
-        if tensor.layout is not torch.strided:
-            return keep(tensor)
-        storage = tensor.untyped_storage()
-        buffer: Buffer | None = getattr(storage, MADE, None)
-        if buffer is None:
-            return keep(tensor)
-        if self.proving:
-            proof.watch_memory(self, tensor)
-        if buffer.blank is not None or not storage.resizable() or self._saved_by_hidden_code():
-            expose(storage, tensor)
-        if not hasattr(storage, MADE):
-            return keep(tensor)
+        try:
+            buffer: Buffer | None = getattr(tensor.untyped_storage(), MADE, None)
+        except NotImplementedError:  # sparse tensors have no storage
+            buffer = None
+        function = sys._getframe(1).f_code is _APPLY
+        if buffer is None or not self._still_made(tensor, buffer, function):
+            return keep(tensor, function)
         return pack_dropped(tensor, buffer)
 
-    def _saved_by_hidden_code(self) -> bool:
-        """Whether a custom Function saves: its forward may have written what the dispatcher did not see."""
-        frame = sys._getframe(2)
-        if frame.f_code is not _APPLY:
+    def _still_made(self, tensor: Tensor, buffer: Buffer, function: bool) -> bool:
+        """Whether ``buffer``'s recipe makes what is being saved."""
+        storage = tensor.untyped_storage()
+        if function and not trusts(sys._getframe(2).f_locals.get("cls")):
+            expose(storage, tensor)  # a custom Function's forward may write what the dispatcher does not see
             return False
-        function = frame.f_locals.get("cls")
-        return getattr(getattr(function, "forward", None), "__code__", None) not in trusted_codes
+        if buffer.rare is not None:
+            proof.watch_memory(self, tensor)
+            if not hasattr(storage, MADE):
+                return False
+        return current(storage, tensor, buffer)
 
     def _pack_wrapper(self, tensor: Tensor) -> Any:
         flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -245,8 +235,14 @@ class Recorder(TapeMode):
         call = self.calls.get(id(module), 0)
         self.calls[id(module)] = call + 1
         self.frames.append(self.frame)
-        self.frame = Frame(home, module, call)
-        self.routes = home.under(self.policy)
+        self._stand_in(Frame(home, module, call))
+
+    def _stand_in(self, frame: Frame) -> None:
+        self.frame = frame
+        home = frame.home
+        if home.policy is not self.policy:
+            home.obey(self.policy)
+        self.routes, self.passes = home.routes, home.passes
 
     def leave_module(self, module: torch.nn.Module, output: Any) -> None:
         """A module's forward ended, perhaps by an exception."""
@@ -254,15 +250,15 @@ class Recorder(TapeMode):
             self._close_frame()
         if not self.frames:
             return
-        path = self.frame.home.path
+        restores = self.frame.home.restores
         self._close_frame()
-        if self.policy.restores(path):
+        if restores:
             self.restore_point(output)
 
     def _close_frame(self) -> None:
-        self.settle()
-        self.frame = self.frames.pop()
-        self.routes = self.frame.home.under(self.policy)
+        if self.frame.pending:
+            self.settle()
+        self._stand_in(self.frames.pop())
 
     def settle(self) -> None:
         """What was proven in this call needs no proof in the next."""
@@ -276,14 +272,14 @@ class Recorder(TapeMode):
             if type(tensor) in _plain and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 buffer = getattr(storage, MADE, None)
-                if buffer is not None and buffer.blank is None:
+                if buffer is not None and blank(buffer) is None:
                     delattr(storage, MADE)
                     keep_now(tensor, storage, buffer)
 
     def use(self, policy: Policy) -> Policy:
         """Let ``policy`` decide from here on; returns the one before."""
         before, self.policy = self.policy, policy
-        self.routes = self.frame.home.under(policy)
+        self._stand_in(self.frame)
         return before
 
     def seal(self) -> None:
@@ -302,6 +298,11 @@ class Recorder(TapeMode):
 
 trusted_codes: set[Any] = set()
 """Code objects of the forwards that were declared recomputable."""
+
+
+def trusts(function: Any) -> bool:
+    """Whether a custom Function was declared recomputable."""
+    return getattr(getattr(function, "forward", None), "__code__", None) in trusted_codes
 
 
 def _runs_trusted() -> bool:

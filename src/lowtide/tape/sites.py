@@ -23,7 +23,18 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 class Home:
     """One module's ledger: what has been proven there, what must not be recomputed, and the routes in force."""
 
-    __slots__ = ("__weakref__", "distrusted", "module", "path", "policy", "proven", "routes", "scoped")
+    __slots__ = (
+        "__weakref__",
+        "distrusted",
+        "module",
+        "passes",
+        "path",
+        "policy",
+        "proven",
+        "restores",
+        "routes",
+        "scoped",
+    )
 
     def __init__(self, path: str, module: nn.Module | None) -> None:
         self.path = path
@@ -32,16 +43,18 @@ class Home:
         self.distrusted: set[int] = set()
         self.policy: Policy | None = None
         self.scoped: Policy | None = None
-        self.routes: dict[int, Any] = {}
+        self.restores = False
+        self.routes: dict[int, Any] = {}  # operators that are recorded: how
+        self.passes: dict[int, Callable[..., Any]] = {}  # operators that only run: the call
 
-    def under(self, policy: Policy) -> dict[int, Any]:
-        """The routes of operators in this module under ``policy``."""
+    def obey(self, policy: Policy) -> None:
+        """Put ``policy`` in force in this module."""
         if self.policy is not policy:
             if self.policy != policy:
-                self.routes = {}
+                self.routes, self.passes = {}, {}
                 self.scoped = policy.within(self.path)
+                self.restores = policy.restores(self.path)
             self.policy = policy
-        return self.routes
 
     def distrust(self, key: int) -> None:
         """Keep the results of the operator ``key`` in this module from now on."""
@@ -114,49 +127,54 @@ def source_line() -> str:
 
 
 # ---- module calls -------------------------------------------------------------------------------------------
-# Global hooks, there only while somebody records; each call looks up the recorder of its own thread.
 
 
 class ModuleWatch:
-    """Tells the recorder of each thread when a module's forward begins and ends."""
+    """Tells the recorder of each thread when a module's call begins and ends.
+
+    ``nn.Module.__call__`` is replaced while anybody records, as ``torch.fx`` does to trace: torch's global module
+    hooks would send every call in the process down its slow path. Other threads only pay one look-up.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._hooks: list[Any] = []
-        self.local = threading.local()
+        self._original: Any = None
+        self._local = threading.local()
 
     def start(self, enter: Callable[[nn.Module], None], leave: Callable[[nn.Module, Any], None]) -> None:
         """Call ``enter`` and ``leave`` around module calls of this thread."""
         with self._lock:
             self._users += 1
             if self._users == 1:
-                registry = nn.modules.module
-                self._hooks = [
-                    registry.register_module_forward_pre_hook(self._before),
-                    registry.register_module_forward_hook(self._after, always_call=True),
-                ]
-        self.local.calls = (enter, leave)
+                self._original = nn.Module.__call__
+                nn.Module.__call__ = self._wrapper(self._original)  # type: ignore[method-assign]
+        self._local.calls = (enter, leave)
 
     def stop(self) -> None:
         """End what ``start`` began."""
-        self.local.calls = None
+        self._local.calls = None
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                for hook in self._hooks:
-                    hook.remove()
-                self._hooks = []
+                nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        calls = getattr(self.local, "calls", None)
-        if calls is not None:
+    def _wrapper(self, original: Any) -> Any:
+        local = self._local
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls = getattr(local, "calls", None)
+            if calls is None:
+                return original(module, *args, **kwargs)
+            out = None
             calls[0](module)
+            try:
+                out = original(module, *args, **kwargs)
+            finally:
+                calls[1](module, out)
+            return out
 
-    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        calls = getattr(self.local, "calls", None)
-        if calls is not None:
-            calls[1](module, output)
+        return __call__
 
 
 watch = ModuleWatch()

@@ -15,25 +15,12 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import RootChanged
-from lowtide.tape.buffers import Buffer, Layout, alias, hold, layout_of, place
+from lowtide.tape.buffers import HELD, Buffer, Layout, alias, hold, layout_of, place
 from lowtide.tape.recipes import rebuild
 
 
-class Kept:
-    """A saved tensor handed over as it is, with the version that autograd itself would have checked."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor, version: int | None) -> None:
-        self.tensor = tensor
-        self.version = version
-
-    def redeem(self) -> Tensor:
-        """The tensor, unless it was modified in place since."""
-        tensor = self.tensor
-        if self.version is not None and tensor._version != self.version:
-            raise RootChanged(modified_message(tensor.shape, tensor.dtype, self.version, tensor._version))
-        return tensor
+Kept = tuple[Tensor, int | None]
+"""A saved tensor handed over as it is, with the version that autograd itself would have checked."""
 
 
 class Save:
@@ -88,8 +75,8 @@ class Ticket:
             if layout_of(origin) == self.layout:
                 return origin
         buffer = self.buffer
-        while buffer.next is not None:  # written through .data: the saved tensor has the new contents
-            buffer = buffer.next
+        while buffer.rare is not None and buffer.rare.next is not None:
+            buffer = buffer.rare.next  # written through .data: the saved tensor has the new contents
         return place(rebuild(buffer), self.layout)
 
 
@@ -105,37 +92,46 @@ class Parts:
 
     def redeem(self) -> Tensor:
         """The wrapper around its redeemed parts."""
-        inner = {name: item.redeem() for name, item in zip(self.names, self.packed, strict=True)}
+        inner = {name: unpack(item) for name, item in zip(self.names, self.packed, strict=True)}
         whole: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return whole
 
 
 def unpack(packed: Kept | Ticket | Parts) -> Tensor:
     """Autograd's unpack hook."""
-    return packed.redeem()
+    if type(packed) is not tuple:
+        return packed.redeem()  # type: ignore[union-attr]
+    tensor, version = packed
+    if version is not None and tensor._version != version:
+        raise RootChanged(modified_message(tensor.shape, tensor.dtype, version, tensor._version))
+    return tensor
 
 
 def keep_now(tensor: Tensor, storage: torch.UntypedStorage, buffer: Buffer) -> None:
     """Turn a dropped buffer whose memory still lives into a held one: a restore point."""
-    if buffer.blank is not None:
-        return
     held = hold(tensor, storage)
     buffer.value, buffer.version, buffer.recipe = held.value, held.version, None
     if held.version is not None:
-        getattr(storage, "_lowtide_held").append(weakref.ref(buffer))  # noqa: B009 - not a public attribute
+        getattr(storage, HELD).append(weakref.ref(buffer))
 
 
-def keep(tensor: Tensor) -> Kept:
-    """Hand ``tensor`` over as it is, without the graph that made it.
+_next_node = torch._C._autograd._get_sequence_nr
 
-    An output that its own node saves would otherwise hold the node that holds it.
+
+def keep(tensor: Tensor, by_function: bool = False) -> Kept:
+    """Hand ``tensor`` over as it is.
+
+    An output that its own node saves would hold the node that holds it, so it goes without its graph. The node
+    being built is the youngest of this thread, unless a custom Function (``by_function``) built others inside.
     """
-    version = None if tensor.is_inference() else tensor._version
-    if tensor.is_leaf:
-        return Kept(tensor, version)
-    if type(tensor) is Tensor:
-        return Kept(alias(tensor), version)
-    return Kept(tensor.detach(), version)
+    try:
+        version = tensor._version
+    except RuntimeError:
+        return tensor, None  # an inference tensor has no version
+    node = tensor.grad_fn
+    if node is None or (not by_function and node._sequence_nr() + 1 != _next_node()):
+        return tensor, version
+    return alias(tensor), version
 
 
 def pack_dropped(tensor: Tensor, buffer: Buffer) -> Ticket:
