@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -67,47 +68,36 @@ def matches(pattern: str, path: str) -> bool:
     return len(tail) == len(wanted) and all(fnmatchcase(n, w) for n, w in zip(tail, wanted, strict=True))
 
 
+@dataclass(frozen=True)
 class _Segments(Policy):
     """Restore points at module boundaries; everything between them is recomputed."""
 
-    def __init__(self, pattern: str | None, n: int | str, keep_last: bool) -> None:
-        if isinstance(n, int) and n < 1:
-            raise PolicyError(f"a segment spans at least one module, not {n}")
-        self.pattern = pattern
-        self.n = n
-        self.keep_last = keep_last
-        self._roots: dict[str, tuple[set[str], set[str]]] = {}
-        self._dropped: set[str] = set()
-        self._ends: set[str] = set()
+    pattern: str | None
+    n: int | str
+    keep_last: bool
 
-    def _key(self) -> tuple[str | None, int | str, bool]:
-        return (self.pattern, self.n, self.keep_last)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Segments) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
+    def __post_init__(self) -> None:
+        if isinstance(self.n, int) and self.n < 1:
+            raise PolicyError(f"a segment spans at least one module, not {self.n}")
 
     def __repr__(self) -> str:
-        return f"lowtide.policies.segments({self.pattern!r}, n={self.n}, keep_last={self.keep_last})"
+        return f"lowtide.policies.segments({self.pattern!r}, n={self.n!r}, keep_last={self.keep_last})"
 
     def __call__(self, op: Op) -> bool:
-        return self.by_name(op.name)
-
-    def by_name(self, name: str) -> bool:
         return True  # outside of segments
 
-    def prepare(self, root: nn.Module) -> None:
-        blocks = self.blocks(root)
+    def by_name(self, name: str) -> bool:
+        return True
+
+    def bind(self, root: nn.Module) -> Policy:
+        blocks = self._blocks(root)
         n = max(1, math.isqrt(len(blocks))) if self.n == "sqrt" else int(self.n)
         groups = [blocks[i : i + n] for i in range(0, len(blocks), n)]
         kept = groups.pop() if self.keep_last and len(groups) > 1 else []
-        self._dropped = {path for group in groups for path in group}
-        self._ends = {group[-1] for group in groups} | set(kept[-1:])
+        ends = {group[-1] for group in groups} | set(kept[-1:])
+        return _BoundSegments(frozenset(path for group in groups for path in group), frozenset(ends))
 
-    def blocks(self, root: nn.Module) -> list[str]:
-        """The paths of the modules that segments are made of, in order."""
+    def _blocks(self, root: nn.Module) -> list[str]:
         if self.pattern is None:
             return repeated_blocks(root)
         found = [path for path, _ in root.named_modules() if path and matches(self.pattern, path)]
@@ -118,13 +108,31 @@ class _Segments(Policy):
             )
         return found
 
+
+@dataclass(frozen=True)
+class _BoundSegments(Policy):
+    """Segments of one model: the modules to recompute, and those whose outputs are restore points."""
+
+    dropped: frozenset[str]
+    ends: frozenset[str]
+
+    def __call__(self, op: Op) -> bool:
+        return self.within(op.module)(op)
+
+    def by_name(self, name: str) -> bool:
+        return True
+
     def within(self, path: str) -> Policy:
-        names = path.split(".")
-        prefixes = (".".join(names[: i + 1]) for i in range(len(names)))
-        return recompute_all if any(prefix in self._dropped for prefix in prefixes) else keep_all
+        return keep_all if self.dropped.isdisjoint(prefixes(path)) else recompute_all
 
     def restores(self, path: str) -> bool:
-        return path in self._ends
+        return path in self.ends
+
+
+def prefixes(path: str) -> list[str]:
+    """The path and the paths of all modules around it, outermost first."""
+    names = path.split(".")
+    return [".".join(names[: i + 1]) for i in range(len(names))]
 
 
 def repeated_blocks(root: nn.Module) -> list[str]:
@@ -173,18 +181,12 @@ sqrt: Policy = _Segments(None, "sqrt", True)
 """Restore points after every sqrt(L)-th of the model's L repeated blocks."""
 
 
+@dataclass(frozen=True)
 class _ByModule(Policy):
     """One policy inside the modules that match, keep everything outside."""
 
-    def __init__(self, pattern: str, policy: Policy) -> None:
-        self.pattern = pattern
-        self.policy = policy
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByModule) and (self.pattern, self.policy) == (other.pattern, other.policy)
-
-    def __hash__(self) -> int:
-        return hash((self.pattern, self.policy))
+    pattern: str
+    policy: Policy
 
     def __repr__(self) -> str:
         return f"lowtide.policies.by_module({self.pattern!r}, {self.policy!r})"
@@ -195,15 +197,18 @@ class _ByModule(Policy):
     def by_name(self, name: str) -> bool:
         return True  # outside of the modules that match
 
-    def prepare(self, root: nn.Module) -> None:
+    def bind(self, root: nn.Module) -> Policy:
         if not any(matches(self.pattern, path) for path, _ in root.named_modules()):
             raise PolicyError(f"no module of {type(root).__name__} matches {self.pattern!r}")
-        self.policy.prepare(root)
+        return _ByModule(self.pattern, self.policy.bind(root))
 
     def within(self, path: str) -> Policy:
-        names = path.split(".")
-        inside = any(matches(self.pattern, ".".join(names[: i + 1])) for i in range(len(names)))
+        inside = any(matches(self.pattern, prefix) for prefix in prefixes(path))
         return self.policy.within(path) if inside else keep_all
+
+    def restores(self, path: str) -> bool:
+        inside = any(matches(self.pattern, prefix) for prefix in prefixes(path))
+        return inside and self.policy.restores(path)
 
 
 def by_module(pattern: str, policy: Policy | Callable[[Op], bool]) -> Policy:

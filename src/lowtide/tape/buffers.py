@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MADE = "_lowtide_made"
 HELD = "_lowtide_held"
+_SNAPSHOT = "_lowtide_snapshot"
 
 Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
 """size, stride, offset (in elements of dtype), dtype, bits (1: lazy conjugate, 2: lazy negative)."""
@@ -102,7 +103,7 @@ def layout_of(tensor: Tensor) -> Layout:
 def place(value: Tensor, layout: Layout) -> Tensor:
     """A view of ``value``'s storage laid out as ``layout``."""
     size, stride, offset, dtype, bits = layout
-    if value.dtype is dtype and not bits and not value.is_neg() and not value.is_conj():
+    if not bits and value.dtype is dtype:
         if value.shape == size and value.stride() == stride and value.storage_offset() == offset:
             return value
         return value.as_strided(size, stride, offset)
@@ -119,12 +120,7 @@ def clone_storage(value: Tensor) -> Tensor:
     """A private copy of all of ``value``'s storage, laid out as ``value``."""
     storage = value.untyped_storage().clone()
     copy = torch.empty(0, dtype=value.dtype, device=value.device)
-    copy.set_(storage, value.storage_offset(), value.size(), value.stride())
-    if value.is_conj():
-        copy = torch._conj(copy)
-    if value.is_neg():
-        copy = torch._neg_view(copy)
-    return copy
+    return copy.set_(storage, value.storage_offset(), value.size(), value.stride())
 
 
 _detach = torch.ops.aten.detach.default._handle.redispatch_boxed
@@ -163,14 +159,40 @@ def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
             buffer = ref()
             if buffer is not None and buffer.version == version:
                 return buffer
-    if not storage.resizable() and type(tensor) in _REAL:
-        return Buffer(None, clone_storage(tensor.detach()))
+    if not storage.resizable() and not _is_weight(tensor):
+        return _snapshot(tensor, storage)
     value = alias(tensor)
+    if value.is_conj():  # layouts add lazy bits; what a buffer holds never has them
+        torch._C._set_conj(value, False)
+    if value.is_neg():
+        torch._C._set_neg(value, False)
     buffer = Buffer(None, value, None if inference else value._version)
     live = [ref for ref in held if ref() is not None] if held is not None else []
     live.append(weakref.ref(buffer))
     setattr(storage, HELD, live)
     return buffer
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter or a view of one: those may be mapped from a file, but nobody writes it."""
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+
+
+def _snapshot(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
+    """A private copy of memory that code outside torch may write, shared by reads between which nobody did."""
+    if type(tensor) not in _REAL:
+        return Buffer(None, tensor.detach())
+    ref: weakref.ref[Buffer] | None = getattr(storage, _SNAPSHOT, None)
+    known = ref() if ref is not None else None
+    if known is not None and known.value is not None and torch.equal(_bytes(known.value), _bytes(tensor)):
+        return known
+    buffer = Buffer(None, clone_storage(tensor))
+    setattr(storage, _SNAPSHOT, weakref.ref(buffer))
+    return buffer
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def release_held(storage: torch.UntypedStorage) -> None:

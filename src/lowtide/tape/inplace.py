@@ -85,7 +85,7 @@ def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: A
     if any(blank(target.old) is not None for target in known if target.old) and not op.whole:
         return False  # reads memory that was never seen being written
     home = recorder.frame.home
-    policy = home.scoped or recorder.policy
+    policy = home.scoped or recorder.rule
     decision = policy.by_name(op.name)
     if decision is None:
         decision = recorder.asks_to_keep(op, [target.tensor for target in targets.values()])
@@ -110,7 +110,7 @@ def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: 
     steals = {}
     originals: dict[int, Buffer] = {}
     for key, target in targets.items():
-        buffer = target.old or Buffer(None, clone_storage(target.tensor.detach()))
+        buffer = target.old or Buffer(None, clone_storage(target.tensor))
         originals[key] = buffer
         steals[id(buffer)] = target.old is None or not buffer.used
         buffer.used = True

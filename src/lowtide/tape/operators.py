@@ -29,6 +29,7 @@ class Operator:
         "overload",
         "random",
         "safe_on_cpu_only",
+        "several",
         "swaps_memory",
         "undeclared",
         "view",
@@ -43,6 +44,7 @@ class Operator:
         self.keep: str | None = None  # why results are never recomputed
         self.writes: tuple[int | str, ...] = ()  # arguments that the schema says are written
         self.undeclared: tuple[int | str, ...] = ()  # arguments written although the schema does not say so
+        self.several = False  # more than one result: a mask beside what it masked
         self.makes_new = True  # some results are memory of their own
         self.view = self.blank = self.random = self.swaps_memory = self.whole = self.safe_on_cpu_only = False
         if not isinstance(func, torch._ops.OpOverload):
@@ -76,6 +78,7 @@ class Operator:
         self.writes, self.undeclared = tuple(writes), tuple(undeclared)
         shared = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         self.view = any(shared) and not writes
+        self.several = len(schema.returns) > 1
         self.makes_new = any(r.alias_info is None for r in schema.returns)
 
 

@@ -65,8 +65,9 @@ class Policy:
         """Whether the outputs of the module at ``path`` are restore points, kept whatever made them."""
         return False
 
-    def prepare(self, root: torch.nn.Module) -> None:
-        """Look at the outermost module before anything inside it runs."""
+    def bind(self, root: torch.nn.Module) -> Policy:
+        """The policy for a program whose outermost module is ``root``; called before anything in it runs."""
+        return self
 
 
 class CallablePolicy(Policy):

@@ -82,10 +82,10 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, *, asks: bool)
     results = results_of(out)
     if asks and recorder.asks_to_keep(op, results):
         return out
+    _pend(recorder, op)
     if not provable or not all(_is_real(result) for result in results):
         recorder.drop(op, args, kwargs, out, drew)
         return out
-    _pend(recorder, op)
     site = Site(recorder.frame.home, source_line())
     changed = [t for t, crc in zip(inputs, before, strict=True) if fingerprint(t.untyped_storage()) != crc]
     if changed:
@@ -115,7 +115,7 @@ def run_write(
         out = op.func(*args, **kwargs)
         inplace.commit(recorder, recipe, targets, out)
         return out
-    copies = {key: clone_storage(target.tensor.detach()) for key, target in targets.items()}
+    copies = {key: clone_storage(target.tensor) for key, target in targets.items()}
     recipe = inplace.prepare(recorder, op, targets, args, kwargs)
     inputs = []
     for position, _, layout in recipe.reads:

@@ -57,6 +57,7 @@ class Recorder(TapeMode):
     def __init__(self, policy: Policy, home: Home, ledger: Ledger, *, check: str, strict: bool) -> None:
         super().__init__()
         self.policy = policy
+        self.rule = policy  # the policy for the modules now running
         self.ledger = ledger
         self.proving = check != "never"
         self.proving_all = check == "always"
@@ -64,6 +65,7 @@ class Recorder(TapeMode):
         self.frame = Frame(home, None, 0)
         self.frames: list[Frame] = []
         self.calls: dict[int, int] = {}
+        self.tree: Any = None
         self.paused = 0
         self._stand_in(self.frame)
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -97,7 +99,7 @@ class Recorder(TapeMode):
         """Decide once how operations of ``func`` in the present module are treated."""
         op = operator(func)
         home = self.frame.home
-        policy = home.scoped or self.policy
+        policy = home.scoped or self.rule
         decision = policy.by_name(op.name)
         if op.swaps_memory:
             kind = SWAP
@@ -162,7 +164,7 @@ class Recorder(TapeMode):
 
     def droppable(self, op: Operator, result: Tensor) -> bool:
         """Whether one result may be recomputed; notes why not."""
-        if not (result.is_floating_point() or result.is_complex() or op.random):
+        if not (result.is_floating_point() or result.is_complex() or (op.random and op.several)):
             self.ledger.note(op, self.frame.home, "integer or bool results can decide what comes next")
             return False
         if op.safe_on_cpu_only and not (result.is_cpu or result.is_meta):
@@ -175,7 +177,7 @@ class Recorder(TapeMode):
         frame = self.frame
         index = frame.counts.get(op.key, 0)
         frame.counts[op.key] = index + 1
-        policy = frame.home.scoped or self.policy
+        policy = frame.home.scoped or self.rule
         return bool(policy(Op(op.name, op.overload, frame.home.path, frame.call, index, results)))
 
     def must_prove(self, op: Operator) -> bool:
@@ -230,7 +232,7 @@ class Recorder(TapeMode):
         """A module's forward begins."""
         if not self.frames:
             self.tree = tree_of(module)
-            self.policy.prepare(module)
+            self.rule = self.tree.bind(self.policy)
         home = self.tree.home(module, self.frame.home)
         call = self.calls.get(id(module), 0)
         self.calls[id(module)] = call + 1
@@ -240,8 +242,8 @@ class Recorder(TapeMode):
     def _stand_in(self, frame: Frame) -> None:
         self.frame = frame
         home = frame.home
-        if home.policy is not self.policy:
-            home.obey(self.policy)
+        if home.policy is not self.rule:
+            home.obey(self.rule)
         self.routes, self.passes = home.routes, home.passes
 
     def leave_module(self, module: torch.nn.Module, output: Any) -> None:
@@ -258,7 +260,10 @@ class Recorder(TapeMode):
     def _close_frame(self) -> None:
         if self.frame.pending:
             self.settle()
-        self._stand_in(self.frames.pop())
+        frame = self.frames.pop()
+        if not self.frames:
+            self.rule = self.policy
+        self._stand_in(frame)
 
     def settle(self) -> None:
         """What was proven in this call needs no proof in the next."""
@@ -279,6 +284,7 @@ class Recorder(TapeMode):
     def use(self, policy: Policy) -> Policy:
         """Let ``policy`` decide from here on; returns the one before."""
         before, self.policy = self.policy, policy
+        self.rule = self.tree.bind(policy) if self.frames else policy
         self._stand_in(self.frame)
         return before
 

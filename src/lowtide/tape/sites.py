@@ -83,12 +83,22 @@ class Tree:
         self.root = weakref.ref(root)
         self.paths: dict[int, str] = {}
         self.homes: dict[int, Home] = {}
+        self._bound: tuple[Policy | None, Policy | None] = (None, None)
         self._name()
 
     def _name(self) -> None:
         root = self.root()
         if root is not None:
             self.paths = {id(module): path for path, module in root.named_modules()}
+
+    def bind(self, policy: Policy) -> Policy:
+        """``policy`` for this tree, worked out once."""
+        known, bound = self._bound
+        root = self.root()
+        if bound is None or known != policy:
+            bound = policy.bind(root) if root is not None else policy
+            self._bound = (policy, bound)
+        return bound
 
     def home(self, module: nn.Module, parent: Home) -> Home:
         """The home of ``module``, whose call came from ``parent``."""
@@ -130,16 +140,16 @@ def source_line() -> str:
 
 
 class ModuleWatch:
-    """Tells the recorder of each thread when a module's call begins and ends.
+    """Tells the recorder of each thread when a module's forward begins and ends.
 
-    ``nn.Module.__call__`` is replaced while anybody records, as ``torch.fx`` does to trace: torch's global module
-    hooks would send every call in the process down its slow path. Other threads only pay one look-up.
+    By torch's global module hooks, there only while somebody records. (Replacing ``nn.Module.__call__`` instead
+    makes Python forget what it cached about every module class: a millisecond each time.)
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._original: Any = None
+        self._hooks: list[Any] = []
         self._local = threading.local()
 
     def start(self, enter: Callable[[nn.Module], None], leave: Callable[[nn.Module, Any], None]) -> None:
@@ -147,8 +157,11 @@ class ModuleWatch:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._original = nn.Module.__call__
-                nn.Module.__call__ = self._wrapper(self._original)  # type: ignore[method-assign]
+                registry = nn.modules.module
+                self._hooks = [
+                    registry.register_module_forward_pre_hook(self._before),
+                    registry.register_module_forward_hook(self._after, always_call=True),
+                ]
         self._local.calls = (enter, leave)
 
     def stop(self) -> None:
@@ -157,24 +170,19 @@ class ModuleWatch:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                nn.Module.__call__ = self._original  # type: ignore[method-assign]
+                for hook in self._hooks:
+                    hook.remove()
+                self._hooks = []
 
-    def _wrapper(self, original: Any) -> Any:
-        local = self._local
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            calls = getattr(local, "calls", None)
-            if calls is None:
-                return original(module, *args, **kwargs)
-            out = None
+    def _before(self, module: nn.Module, _: Any) -> None:
+        calls = getattr(self._local, "calls", None)
+        if calls is not None:
             calls[0](module)
-            try:
-                out = original(module, *args, **kwargs)
-            finally:
-                calls[1](module, out)
-            return out
 
-        return __call__
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        calls = getattr(self._local, "calls", None)
+        if calls is not None:
+            calls[1](module, output)
 
 
 watch = ModuleWatch()
