@@ -2,16 +2,26 @@
 
 from lowtide import errors, policies
 from lowtide.checkpointing import checkpoint, checkpoint_sequential
+from lowtide.graph import StepGraph
+from lowtide.plan import Plan
 from lowtide.recording import Recording, recomputable, record
+from lowtide.simulation import Timeline, simulate
+from lowtide.tracing import rehearse, trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Plan",
     "Recording",
+    "StepGraph",
+    "Timeline",
     "checkpoint",
     "checkpoint_sequential",
     "errors",
     "policies",
     "recomputable",
     "record",
+    "rehearse",
+    "simulate",
+    "trace",
 ]

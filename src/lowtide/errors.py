@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "GraphError",
     "InfeasibleBudget",
     "LowtideError",
     "PolicyError",
@@ -10,6 +11,7 @@ __all__ = [
     "ReplayMismatch",
     "RootChanged",
     "UnitError",
+    "UnknownHardware",
 ]
 
 
@@ -37,5 +39,13 @@ class InfeasibleBudget(LowtideError, ValueError):
     """No plan fits the budget; the message names the smallest budget that one fits."""
 
 
+class UnknownHardware(LowtideError, ValueError):
+    """A name, or a file of measured numbers, does not describe hardware that lowtide knows."""
+
+
 class RecomputeWarning(UserWarning):
     """Something was kept although the policy wanted it recomputed, because recomputing it is not safe."""
+
+
+class GraphError(LowtideError, ValueError):
+    """A step cannot be traced, or a saved graph or plan cannot be read."""

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
-
 from lowtide.errors import PolicyError
-from lowtide.tape.policy import Op, Policy, as_policy
+from lowtide.tape.policy import Op, Policy, Structure, as_policy
 
 __all__ = ["by_module", "every", "keep_all", "keep_matmuls", "recompute_all", "segments", "sqrt"]
 
@@ -89,23 +87,21 @@ class _Segments(Policy):
     def by_name(self, name: str) -> bool:
         return True
 
-    def bind(self, root: nn.Module) -> Policy:
-        blocks = self._blocks(root)
+    def bind(self, structure: Structure) -> Policy:
+        blocks = self._blocks(structure)
         n = max(1, math.isqrt(len(blocks))) if self.n == "sqrt" else int(self.n)
         groups = [blocks[i : i + n] for i in range(0, len(blocks), n)]
         kept = groups.pop() if self.keep_last and len(groups) > 1 else []
         ends = {group[-1] for group in groups} | set(kept[-1:])
         return _BoundSegments(frozenset(path for group in groups for path in group), frozenset(ends))
 
-    def _blocks(self, root: nn.Module) -> list[str]:
+    def _blocks(self, structure: Structure) -> list[str]:
         if self.pattern is None:
-            return repeated_blocks(root)
-        found = [path for path, _ in root.named_modules() if path and matches(self.pattern, path)]
+            return repeated_blocks(structure)
+        found = [path for path, _ in structure if path and matches(self.pattern, path)]
         if not found:
-            known = ", ".join(repeated_blocks(root)[:3]) or "none"
-            raise PolicyError(
-                f"no module of {type(root).__name__} matches {self.pattern!r}; repeated blocks found: {known}"
-            )
+            known = ", ".join(repeated_blocks(structure)[:3]) or "none"
+            raise PolicyError(f"no module matches {self.pattern!r}; repeated blocks found: {known}")
         return found
 
 
@@ -135,19 +131,23 @@ def prefixes(path: str) -> list[str]:
     return [".".join(names[: i + 1]) for i in range(len(names))]
 
 
-def repeated_blocks(root: nn.Module) -> list[str]:
-    """The paths of the model's repeated blocks, of every list of two or more modules of one class.
+def repeated_blocks(structure: Structure) -> list[str]:
+    """The paths of the model's repeated blocks: of every list of two or more modules of one class.
 
     Lists inside a block do not count; of lists side by side (an encoder and a decoder) all do.
     """
+    children: dict[str, list[tuple[str, str]]] = {}
+    for path, kind in structure[1:]:
+        children.setdefault(path.rpartition(".")[0], []).append((path, kind))
     found: list[str] = []
-    for path, module in root.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+    for path, kind in structure:
+        below = children.get(path, [])
+        if kind not in ("ModuleList", "Sequential") or len(below) < 2:
             continue
-        if any(path == block or path.startswith(block + ".") for block in found):
+        if not set(prefixes(path)).isdisjoint(found):
             continue
-        if len({type(child) for child in module}) == 1 and any(True for _ in next(iter(module)).children()):
-            found += [f"{path}.{name}".lstrip(".") for name, _ in module.named_children()]
+        if len({kind for _, kind in below}) == 1 and below[0][0] in children:
+            found += [child for child, _ in below]
     return found
 
 
@@ -197,10 +197,10 @@ class _ByModule(Policy):
     def by_name(self, name: str) -> bool:
         return True  # outside of the modules that match
 
-    def bind(self, root: nn.Module) -> Policy:
-        if not any(matches(self.pattern, path) for path, _ in root.named_modules()):
-            raise PolicyError(f"no module of {type(root).__name__} matches {self.pattern!r}")
-        return _ByModule(self.pattern, self.policy.bind(root))
+    def bind(self, structure: Structure) -> Policy:
+        if not any(matches(self.pattern, path) for path, _ in structure):
+            raise PolicyError(f"no module matches {self.pattern!r}")
+        return _ByModule(self.pattern, self.policy.bind(structure))
 
     def within(self, path: str) -> Policy:
         inside = any(matches(self.pattern, prefix) for prefix in prefixes(path))

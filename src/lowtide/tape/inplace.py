@@ -77,18 +77,19 @@ def targets_of(
 
 def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> bool:
     """Whether the operation's results are given recipes."""
-    if not torch.is_grad_enabled() and not recorder.trusts_caller():
-        return False
-    known = [target for target in targets.values() if target.old is not None]
-    if not known and not op.makes_new:
-        return False
-    if any(blank(target.old) is not None for target in known if target.old) and not op.whole:
-        return False  # reads memory that was never seen being written
     home = recorder.frame.home
     policy = home.scoped or recorder.rule
     decision = policy.by_name(op.name)
+    nth = recorder.count(op) if decision is None else -1
+    if not torch.is_grad_enabled() and not recorder.trusts_caller():
+        return False
+    known = [target.old for target in targets.values() if target.old is not None]
+    if not known and not op.makes_new:
+        return False
+    if not op.whole and any(blank(old) is not None for old in known):
+        return False  # reads memory that was never seen being written
     if decision is None:
-        decision = recorder.asks_to_keep(op, [target.tensor for target in targets.values()])
+        decision = recorder.asks_to_keep(op, nth, [target.tensor for target in targets.values()])
     if decision:
         return False
     reason = op.keep or ("found not to be reproducible" if op.key in home.distrusted else None)

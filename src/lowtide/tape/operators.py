@@ -61,8 +61,8 @@ class Operator:
         self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (
             torch.Tag.nondeterministic_bitwise in func.tags
         )
-        if short == "_unsafe_view":  # the schema calls it a new tensor, but it shares its input's memory
-            self.view = True
+        # The schema calls _unsafe_view's result a new tensor, but it shares memory; prim only asks questions.
+        self.view = self.view or short == "_unsafe_view" or namespace == "prim"
         if namespace not in _KNOWN_NAMESPACES:
             self.keep = _REASONS.get(namespace, "a custom operator not declared recomputable")
 

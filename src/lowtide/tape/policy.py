@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+Structure = tuple[tuple[str, str], ...]
+"""Path and class name of every module below the outermost one, in order, itself first with path ""."""
 
 
 class Op:
@@ -21,7 +25,8 @@ class Op:
         module: str,
         call: int,
         index: int,
-        results: list[torch.Tensor],
+        results: Sequence[torch.Tensor] = (),
+        bytes: int | None = None,
     ) -> None:
         self.name = name
         """Namespace and name, such as ``aten.addmm``."""
@@ -34,7 +39,7 @@ class Op:
         """Which operation of this name in that call, from 0."""
         self.shapes = tuple(tuple(result.shape) for result in results)
         self.dtypes = tuple(result.dtype for result in results)
-        self.bytes = sum(result.numel() * result.element_size() for result in results)
+        self.bytes = sum(r.numel() * r.element_size() for r in results) if bytes is None else bytes
         """Bytes of the results."""
 
     @property
@@ -65,8 +70,8 @@ class Policy:
         """Whether the outputs of the module at ``path`` are restore points, kept whatever made them."""
         return False
 
-    def bind(self, root: torch.nn.Module) -> Policy:
-        """The policy for a program whose outermost module is ``root``; called before anything in it runs."""
+    def bind(self, structure: Structure) -> Policy:
+        """The policy for a program whose outermost module has the modules of ``structure``."""
         return self
 
 

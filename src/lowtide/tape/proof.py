@@ -68,11 +68,14 @@ def watch_memory(recorder: Recorder, tensor: Tensor) -> None:
         expose(storage, tensor)
 
 
-def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, *, asks: bool) -> Any:
-    """Run an operation that only makes new results, and prove that it can be run again."""
+def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, nth: int) -> Any:
+    """Run an operation that only makes new results, and prove that it can be run again.
+
+    The policy is asked about it if it is the ``nth`` of its kind, not if ``nth`` is -1.
+    """
     from lowtide.tape.recorder import drawn, results_of
 
-    inputs = [tensor for tensor in _tensors(args, kwargs) if tensor.layout is torch.strided]
+    inputs = [tensor for tensor in tensors(args, kwargs) if tensor.layout is torch.strided]
     provable = not op.blank and all(_is_real(tensor) for tensor in inputs)
     for tensor in inputs:
         watch_memory(recorder, tensor)
@@ -80,7 +83,7 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, *, asks: bool)
     drew = drawn(args, kwargs) if op.random else None
     out = op.func(*args, **kwargs)
     results = results_of(out)
-    if asks and recorder.asks_to_keep(op, results):
+    if nth >= 0 and recorder.asks_to_keep(op, nth, results):
         return out
     _pend(recorder, op)
     if not provable or not all(_is_real(result) for result in results):
@@ -110,7 +113,7 @@ def run_write(
     """Run an operation that writes into its arguments, and prove that it can be run again."""
     from lowtide.tape.recorder import results_of
 
-    if not all(_is_real(tensor) for tensor in _tensors(args, kwargs)):
+    if not all(_is_real(tensor) for tensor in tensors(args, kwargs)):
         recipe = inplace.prepare(recorder, op, targets, args, kwargs)
         out = op.func(*args, **kwargs)
         inplace.commit(recorder, recipe, targets, out)
@@ -191,7 +194,8 @@ def _pend(recorder: Recorder, op: Operator) -> None:
     frame.pending.add(op.key)
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+def tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments."""
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

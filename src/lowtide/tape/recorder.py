@@ -85,13 +85,14 @@ class Recorder(TapeMode):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
         if kind > ASK:
             return self._other(kind, op, args, kwargs or _NONE)
+        nth = self.count(op) if kind == ASK else -1
         if not torch.is_grad_enabled() and not self.trusts_caller():
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.proving and (self.proving_all or op.key not in self.frame.home.proven):
-            return proof.run(self, op, args, kwargs or _NONE, asks=kind == ASK)
+            return proof.run(self, op, args, kwargs or _NONE, nth)
         drew = drawn(args, kwargs or _NONE) if op.random else None
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if kind == DROP or not self.asks_to_keep(op, results_of(out)):
+        if nth < 0 or not self.asks_to_keep(op, nth, results_of(out)):
             self.drop(op, args, kwargs, out, drew)
         return out
 
@@ -129,7 +130,7 @@ class Recorder(TapeMode):
 
     def drop(self, op: Operator, args: Any, kwargs: Any, out: Any, drew: Any) -> list[Buffer]:
         """Give the new float results of an operation buffers that can be made again."""
-        if type(out) is Tensor:
+        if type(out) is Tensor or isinstance(out, Tensor):
             if not self.droppable(op, out):
                 return []
             recipe = (Recipe if drew is None else FullRecipe)(op, *capture(args, kwargs, find))
@@ -172,13 +173,18 @@ class Recorder(TapeMode):
             return False
         return result.layout is torch.strided and type(result) in _plain
 
-    def asks_to_keep(self, op: Operator, results: list[Tensor]) -> bool:
+    def count(self, op: Operator) -> int:
+        """Which operation of this kind in this module call is about to run, from 0."""
+        counts = self.frame.counts
+        nth = counts.get(op.key, 0)
+        counts[op.key] = nth + 1
+        return nth
+
+    def asks_to_keep(self, op: Operator, nth: int, results: list[Tensor]) -> bool:
         """The policy's decision for one operation."""
         frame = self.frame
-        index = frame.counts.get(op.key, 0)
-        frame.counts[op.key] = index + 1
         policy = frame.home.scoped or self.rule
-        return bool(policy(Op(op.name, op.overload, frame.home.path, frame.call, index, results)))
+        return bool(policy(Op(op.name, op.overload, frame.home.path, frame.call, nth, results)))
 
     def must_prove(self, op: Operator) -> bool:
         """Whether this operation is to be proven reproducible before it is dropped."""

@@ -14,7 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.tape.policy import Policy
+    from lowtide.tape.policy import Policy, Structure
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -90,13 +90,14 @@ class Tree:
         root = self.root()
         if root is not None:
             self.paths = {id(module): path for path, module in root.named_modules()}
+            self._bound = (None, None)
 
     def bind(self, policy: Policy) -> Policy:
         """``policy`` for this tree, worked out once."""
         known, bound = self._bound
         root = self.root()
         if bound is None or known != policy:
-            bound = policy.bind(root) if root is not None else policy
+            bound = policy.bind(structure_of(root)) if root is not None else policy
             self._bound = (policy, bound)
         return bound
 
@@ -112,6 +113,11 @@ class Tree:
             path = f"{parent.path}.<{type(module).__name__}>".lstrip(".")
         home = self.homes[id(module)] = Home(path, module)
         return home
+
+
+def structure_of(root: nn.Module) -> Structure:
+    """Path and class name of every module below ``root``."""
+    return tuple((path, type(module).__name__) for path, module in root.named_modules())
 
 
 _trees: weakref.WeakKeyDictionary[nn.Module, Tree] = weakref.WeakKeyDictionary()

@@ -1,0 +1,39 @@
+"""A hand policy written down as a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan import Plan
+from lowtide.simulation import simulate
+from lowtide.tape.policy import Op, Policy, as_policy
+
+
+def plan_of(graph: StepGraph, policy: Policy | Callable[[Op], bool]) -> Plan:
+    """The plan that makes the decisions of ``policy``, restore points included."""
+    bound = as_policy(policy).bind(graph.structure)
+    chosen = {i for i, op in graph.forward_ops() if not op.keep and not _keeps(graph, op, bound)}
+    for path, _, buffers in graph.exits:
+        if bound.restores(path):
+            chosen -= {graph.buffers[buffer].maker for buffer in buffers}
+    plan = Plan(
+        recompute=frozenset(graph.ops[i].site for i in chosen),
+        fingerprint=graph.fingerprint,
+        structure=graph.structure,
+        solver=repr(policy),
+        hardware=graph.hardware,
+    )
+    return replace(plan, prediction=simulate(graph, plan, trail=False).prediction)
+
+
+def _keeps(graph: StepGraph, op: Operation, bound: Policy) -> bool:
+    scoped = bound.within(op.module)
+    name, _, overload = op.name.rpartition(".")
+    decision = scoped.by_name(name)
+    if decision is None:
+        made = [*op.makes, *(new for _, new in op.writes)]
+        size = sum(graph.storages[graph.buffers[buffer].storage].bytes for buffer in made)
+        decision = scoped(Op(name, overload, op.module, op.call, op.index, bytes=size))
+    return decision

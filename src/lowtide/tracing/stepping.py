@@ -1,0 +1,252 @@
+"""trace and rehearse: run a step once, for real or on fake tensors, and say what it computes and holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.errors import GraphError
+from lowtide.graph import StepGraph
+from lowtide.plan import Plan
+from lowtide.tape.sites import structure_of, watch
+from lowtide.tape.tickets import unpack
+from lowtide.tape.transforms import pop_hooks, push_hooks
+from lowtide.tracing.counting import LiveBytes, distinct_bytes
+from lowtide.tracing.tracer import Tracer
+
+Step = Callable[[], Tensor]
+
+
+def trace(
+    step: Step,
+    model: nn.Module | None = None,
+    *,
+    fake: bool = False,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    hardware: Any = None,
+    repeats: int = 3,
+) -> StepGraph:
+    """Run ``step`` once and write down what it computes, what it holds, and for how long.
+
+    Args:
+        step: a callable without arguments that runs the forward pass and returns the loss, a scalar tensor.
+            Backward is run here; gradients, buffers and random state are put back afterwards.
+        model: names parameters and modules. Without it, operations have no module paths below the modules called.
+        fake: run on fake tensors: no memory, no accelerator, no values. Times then come from ``hardware``.
+        optimizer: an optimizer, or the name of one, whose states count: ``"adamw"``, ``"sgd"``, ...
+        hardware: name of an accelerator, or an ``Accelerator``, for times by a roofline instead of measured ones.
+        repeats: how often each operation is timed.
+
+    Returns:
+        The graph.
+
+    Raises:
+        GraphError: ``step`` returns no scalar that requires grad, or does what fake tensors cannot follow.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 1))
+        >>> graph = lowtide.trace(lambda: model(torch.ones(2, 4)).sum(), model=model)
+    """
+    from lowtide.tracing.costing import with_costs
+
+    tracer = Tracer(0 if fake or hardware is not None else repeats)
+    try:
+        with _on_fakes(step, model) if fake else nullcontext():
+            with _untouched(model):
+                existing = _gradients(model)
+                _run(tracer, step)
+                rows = _label(tracer, model)
+    except _FAKE_ERRORS as error:
+        if not fake:
+            raise
+        raise GraphError(
+            f"fake tensors cannot follow this step: {error}. It looks at values (item(), a branch on data, nonzero). "
+            "Trace it for real with fake=False, on a small batch if memory is short."
+        ) from error
+    graph = StepGraph(
+        **rows,
+        structure=_structure(model),
+        optimizer_bytes=_optimizer_bytes(optimizer, model),
+        gradient_bytes=existing,
+        measured=tracer.repeats > 0,
+        torch_version=torch.__version__,
+    )
+    return with_costs(graph, hardware) if tracer.repeats == 0 else graph
+
+
+_FAKE_ERRORS = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,
+    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+    torch._subclasses.fake_tensor.UnsupportedOperatorException,
+)
+
+
+def rehearse(step: Step, model: nn.Module, plan: Plan, *, fake: bool = True) -> int:
+    """Run ``step`` under ``plan`` on fake tensors and count: the exact second opinion on its peak.
+
+    Args:
+        step: as for ``trace``.
+        model: the model that the step trains.
+        plan: the plan to rehearse.
+        fake: False runs it for real, still counting tensors.
+
+    Returns:
+        The peak in bytes, with parameters, buffers and inputs.
+
+    Example:
+        >>> peak = lowtide.rehearse(step, model, plan)  # doctest: +SKIP
+    """
+    from lowtide.planned import policy_of
+    from lowtide.recording import record
+
+    with _on_fakes(step, model) if fake else nullcontext(), _untouched(model):
+        resident = distinct_bytes([*model.parameters(), *model.buffers()])
+        counter = LiveBytes()
+        for tensor in (*model.parameters(), *model.buffers()):
+            counter.ignore(tensor)
+        with counter:
+            with record(policy_of(plan), check="never"):
+                loss = _loss(step)
+            loss.backward()
+            del loss
+    return counter.peak + resident
+
+
+def _run(tracer: Tracer, step: Step) -> None:
+    """Forward and backward under ``tracer``."""
+    collecting = gc.isenabled()
+    gc.disable()  # lifetimes are by reference counting alone
+    push_hooks(tracer.pack, unpack)
+    try:
+        watch.start(tracer.enter_module, tracer.leave_module)
+        try:
+            with tracer:
+                loss = _loss(step)
+                tracer.seal()
+                loss.backward()
+                del loss
+        finally:
+            watch.stop()
+    finally:
+        pop_hooks()
+        if collecting:
+            gc.enable()
+
+
+def _loss(step: Step) -> Tensor:
+    loss = step()
+    if not isinstance(loss, Tensor):
+        raise GraphError(f"the step must return the loss, a scalar tensor; it returned {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise GraphError(f"the step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise GraphError(
+            "the loss does not require grad: nothing trainable leads to it (frozen parameters, torch.no_grad, or a "
+            "detach on the way)"
+        )
+    return loss
+
+
+@contextmanager
+def _untouched(model: nn.Module | None) -> Iterator[None]:
+    """Put gradients, buffers and random state back afterwards."""
+    devices = [torch.device("cpu")]
+    states = torch.get_rng_state()
+    gradients = [] if model is None else [(p, p.grad) for p in model.parameters()]
+    for parameter, gradient in gradients:
+        parameter.grad = None if gradient is None else gradient.clone()
+    contents = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
+    del devices
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for buffer, content in contents:
+            with torch.no_grad():
+                buffer.copy_(content)
+
+
+def _gradients(model: nn.Module | None) -> int:
+    return 0 if model is None else distinct_bytes(p.grad for p in model.parameters() if p.grad is not None)
+
+
+def _label(tracer: Tracer, model: nn.Module | None) -> dict[str, Any]:
+    """Name the memory that belongs to the model."""
+    named: list[tuple[str, str, Tensor]] = []
+    if model is not None:
+        named += [("parameter", name, p) for name, p in model.named_parameters()]
+        named += [("buffer", name, b) for name, b in model.named_buffers()]
+        named += [("gradient", name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    for kind, name, tensor in named:
+        number = tracer.known_storage(tensor)
+        if number is None and kind != "gradient":
+            tracer.buffer_of(tensor)
+            number = tracer.known_storage(tensor)
+        if number is not None:
+            tracer.storages[number][1:] = [kind, name]
+    return tracer.rows()
+
+
+def _structure(model: nn.Module | None) -> tuple[tuple[str, str], ...]:
+    return () if model is None else structure_of(model)
+
+
+_STATES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1, "adafactor": 0}
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | str | None, model: nn.Module | None) -> int:
+    """Bytes of the optimizer's states: as they are, or as they will be after the first step."""
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, torch.optim.Optimizer):
+        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        return distinct_bytes(states)
+    if optimizer.lower() not in _STATES:
+        raise GraphError(f"unknown optimizer {optimizer!r}; known: {', '.join(_STATES)}")
+    trained = [] if model is None else [p for p in model.parameters() if p.requires_grad]
+    return _STATES[optimizer.lower()] * distinct_bytes(trained)
+
+
+@contextmanager
+def _on_fakes(step: Step, model: nn.Module | None) -> Iterator[None]:
+    """Run what follows on fake tensors; a real model's parameters are swapped for fake ones meanwhile."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    del step
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    fakes = [t for t in tensors if isinstance(t, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    swapped = [] if model is None or fakes else _swap_in_fakes(model, mode)
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
+        for table, name, original in swapped:
+            table[name] = original
+
+
+def _swap_in_fakes(model: nn.Module, mode: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    known: dict[int, Any] = {}
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in known:
+                    fake = mode.from_tensor(tensor)
+                    known[id(tensor)] = fake
+                swapped.append((table, name, tensor))
+                table[name] = known[id(tensor)]
+    return swapped

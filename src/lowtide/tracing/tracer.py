@@ -1,0 +1,291 @@
+"""The tracer: a recorder that also writes down what happens, as the rows of a StepGraph.
+
+It runs the step under the tape with everything dropped that can be. So what the program itself holds, and for
+how long, is seen without autograd holding it too; and a step that only just fits can still be traced.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lowtide.graph import Buffer, Event, Operation, Storage
+from lowtide.policies import recompute_all
+from lowtide.tape import proof, randomness
+from lowtide.tape.buffers import MADE, clone_storage
+from lowtide.tape.ledger import Ledger
+from lowtide.tape.operators import Operator, operator, tensors_at
+from lowtide.tape.recorder import Recorder, _plain, drawn, results_of
+from lowtide.tape.sites import Home
+from lowtide.tape.tickets import unpack
+
+_TRACED = "_lowtide_traced"
+
+
+class TracedSave:
+    """What autograd is given while tracing: the packed tensor, and when it is asked for and let go of."""
+
+    __slots__ = ("__weakref__", "buffer", "index", "inner", "tracer")
+
+    def __init__(self, tracer: Tracer, inner: Any, index: int, buffer: int) -> None:
+        self.tracer = tracer
+        self.inner = inner
+        self.index = index
+        self.buffer = buffer
+
+    def redeem(self) -> Tensor:
+        """The tensor; its memory counts as the buffer that was saved."""
+        tracer = self.tracer
+        tracer.events.append((Event.UNPACK, self.index))
+        tracer.module_in_backward = tracer.save_modules[self.index]
+        tracer.paused += 1
+        try:
+            tensor = unpack(self.inner)
+        finally:
+            tracer.paused -= 1
+        storage = tensor.untyped_storage()
+        if not hasattr(storage, _TRACED):
+            setattr(storage, _TRACED, (tracer, self.buffer))
+        return tensor
+
+
+class Tracer(Recorder):
+    """Records one step and writes down its operations, buffers and events."""
+
+    def __init__(self, repeats: int) -> None:
+        super().__init__(recompute_all, Home("", None), Ledger(), check="never", strict=False)
+        self.repeats = repeats
+        self.ops: list[Operation] = []
+        self.buffers: list[list[Any]] = []  # storage, maker, droppable
+        self.storages: list[list[Any]] = []  # bytes, kind, owner
+        self.saves: list[int] = []
+        self.save_modules: list[str] = []
+        self.events: list[tuple[int, int]] = []
+        self.exits: list[tuple[str, int, tuple[int, ...]]] = []
+        self.module_in_backward = ""
+        self.sealed = False
+        self._refs: dict[weakref.ref[Any], Any] = {}
+
+    # ---- operations -----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = operator(func)
+        if self.paused or op.view:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        backward = self.sealed or torch._C._current_graph_task_id() != -1
+        frame = self.frame
+        index = frame.counts.get(op.key, 0)
+        frame.counts[op.key] = index + 1
+        reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if _has_memory(t)))
+        grad = torch.is_grad_enabled()
+        seconds = self._time(op, args, kwargs) if self.repeats else 0.0
+        if types and not all(kind in _plain for kind in types):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if self.sealed:
+            out = op.call(*args, **kwargs)
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        number = len(self.ops)
+        written = tensors_at((*op.writes, *op.undeclared), args, kwargs)
+        writes = tuple(self._new_version(t, number) for t in _distinct(written))
+        results = [t for t in results_of(out) if _has_memory(t)]
+        if not results and not writes:
+            return out  # asks for a device or a number
+        makes = tuple(self._new_memory(t, number, backward) for t in _distinct(results) if self._is_new(t))
+        fresh = [*makes, *(new for _, new in writes)]
+        keep = "" if any(self.buffers[b][2] for b in fresh) or backward else self._reason(op, grad, writes)
+        self.ops.append(
+            Operation(
+                f"{op.name}.{op.overload}",
+                self.module_in_backward if backward else frame.home.path,
+                frame.call,
+                index,
+                backward,
+                reads,
+                makes,
+                writes,
+                seconds,
+                self._flops(op, args, kwargs, out),
+                sum(t.numel() * t.element_size() for t in (*proof.tensors(args, kwargs), *results) if _has_memory(t)),
+                keep,
+            )
+        )
+        self.events.append((Event.RUN, number))
+        return out
+
+    def _reason(self, op: Operator, grad: bool, writes: Any) -> str:
+        if op.keep:
+            return op.keep
+        if not grad:
+            return "runs without grad"
+        if writes:
+            return "writes memory that is kept"
+        return "integer or bool results can decide what comes next"
+
+    def _flops(self, op: Operator, args: Any, kwargs: Any, out: Any) -> int:
+        count = flop_registry.get(getattr(op.func, "_overloadpacket", None))
+        if count is None and op.name == "aten._scaled_dot_product_flash_attention_for_cpu":
+            count = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+        if count is None:
+            return 0
+        kwargs = {} if "scaled_dot_product" in op.name else kwargs
+        return int(count(*args, **kwargs, out_val=out))
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def buffer_of(self, tensor: Tensor) -> int:
+        """The buffer that ``tensor`` views; memory never seen before was there before the step."""
+        storage = tensor.untyped_storage()
+        known = getattr(storage, _TRACED, None)
+        if known is not None and known[0] is self:
+            buffer: int = known[1]
+            row = self.buffers[buffer]
+            if row[2] and not self.sealed and row[1] >= 0 and not hasattr(storage, MADE):
+                row[2] = False  # the tape gave it up: something may have written it unseen
+            return buffer
+        self.storages.append([storage.nbytes(), "input", ""])
+        return self._tag(storage, len(self.storages) - 1, -1, False, watch=False)
+
+    def _tag(self, storage: Any, number: int, maker: int, droppable: bool, *, watch: bool) -> int:
+        self.buffers.append([number, maker, droppable])
+        setattr(storage, _TRACED, (self, len(self.buffers) - 1))
+        if watch:
+            self._refs[weakref.ref(storage, self._freed)] = number
+        else:
+            self._refs[weakref.ref(storage)] = None
+        return len(self.buffers) - 1
+
+    def _freed(self, ref: weakref.ref[Any]) -> None:
+        self.events.append((Event.FREE, self._refs.pop(ref)))
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        known = getattr(tensor.untyped_storage(), _TRACED, None)
+        return known is None or known[0] is not self
+
+    def _new_memory(self, tensor: Tensor, maker: int, backward: bool) -> int:
+        storage = tensor.untyped_storage()
+        kind = "temporary" if backward else "activation"
+        owner = self.module_in_backward if backward else self.frame.home.path
+        self.storages.append([storage.nbytes(), kind, owner])
+        return self._tag(storage, len(self.storages) - 1, maker, hasattr(storage, MADE), watch=True)
+
+    def _new_version(self, tensor: Tensor, maker: int) -> tuple[int, int]:
+        storage = tensor.untyped_storage()
+        old = self.buffer_of(tensor)
+        number = self.buffers[old][0]
+        self.storages[number][0] = max(self.storages[number][0], storage.nbytes())
+        self.buffers.append([number, maker, hasattr(storage, MADE)])
+        setattr(storage, _TRACED, (self, len(self.buffers) - 1))
+        return old, len(self.buffers) - 1
+
+    def known_storage(self, tensor: Tensor) -> int | None:
+        """The number of ``tensor``'s storage in this trace, if the step touched it."""
+        known = getattr(tensor.untyped_storage(), _TRACED, None)
+        return self.buffers[known[1]][0] if known is not None and known[0] is self else None
+
+    # ---- saves and modules ----------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        packed = super().pack(tensor)
+        if not _has_memory(tensor) or (type(tensor) not in _plain):
+            return packed
+        save = TracedSave(self, packed, len(self.saves), self.buffer_of(tensor))
+        self.saves.append(save.buffer)
+        self.save_modules.append(self.frame.home.path)
+        self.events.append((Event.SAVE, save.index))
+        self._refs[weakref.ref(save, self._released)] = save.index
+        return save
+
+    def _released(self, ref: weakref.ref[Any]) -> None:
+        self.events.append((Event.RELEASE, self._refs.pop(ref)))
+
+    def leave_module(self, module: torch.nn.Module, output: Any) -> None:
+        from lowtide.tape.recorder import tensors_in
+
+        if self.frames:
+            outputs = [t for t in tensors_in(output) if _has_memory(t) and type(t) in _plain]
+            buffers = tuple(dict.fromkeys(self.buffer_of(t) for t in outputs))
+            self.exits.append((self.frame.home.path, self.frame.call, buffers))
+        super().leave_module(module, output)
+
+    def seal(self) -> None:
+        if not self.sealed:
+            self.events.append((Event.SEAL, 0))
+        self.sealed = True
+        super().seal()
+
+    def rows(self) -> dict[str, Any]:
+        """The parts of a StepGraph that were written down."""
+        self._refs.clear()
+        return {
+            "ops": tuple(self.ops),
+            "buffers": tuple(Buffer(*row) for row in self.buffers),
+            "storages": tuple(Storage(*row) for row in self.storages),
+            "saves": tuple(self.saves),
+            "events": tuple((int(kind), index) for kind, index in self.events),
+            "exits": tuple(self.exits),
+        }
+
+    # ---- time -----------------------------------------------------------------------------------------------
+
+    def _time(self, op: Operator, args: Any, kwargs: Any) -> float:
+        """Seconds of the operation: the median of repeats on the same input, after one to warm up."""
+        if op.keep is not None or op.swaps_memory:
+            return 0.0
+        drew = drawn(args, kwargs) if op.random else None
+        written = _distinct(tensors_at((*op.writes, *op.undeclared), args, kwargs))
+        copies = {id(t.untyped_storage()): clone_storage(t) for t in written}
+        args, kwargs = _on_copies(args, kwargs, copies)
+        before = randomness.enter((drew or ((), None))[0] or ())
+        generators = [(value, value.get_state()) for value in kwargs.values() if isinstance(value, torch.Generator)]
+        try:
+            times = []
+            for _ in range(self.repeats + 1):
+                start = time.perf_counter()
+                op.call(*args, **kwargs)
+                _synchronize(args)
+                times.append(time.perf_counter() - start)
+        finally:
+            randomness.leave(before)
+            for generator, state in generators:
+                generator.set_state(state)
+        return statistics.median(times[1:])
+
+
+def _on_copies(args: Any, kwargs: Any, copies: dict[int, Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    from lowtide.tape.buffers import layout_of, place
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, Tensor) and _has_memory(value):
+            copy = copies.get(id(value.untyped_storage()))
+            return value if copy is None else place(copy, layout_of(value))
+        if isinstance(value, (list, tuple)):
+            return [swap(item) for item in value]
+        return value
+
+    if not copies:
+        return list(args), kwargs
+    return [swap(value) for value in args], {key: swap(value) for key, value in kwargs.items()}
+
+
+def _synchronize(args: Any) -> None:
+    device = next((value.device for value in args if isinstance(value, Tensor)), None)
+    if device is not None and device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).synchronize()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_mkldnn
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(t.untyped_storage()): t for t in tensors if _has_memory(t)}.values())
