@@ -4,6 +4,7 @@ from lowtide import errors, policies
 from lowtide.checkpointing import checkpoint, checkpoint_sequential
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan
+from lowtide.planning import frontier, solve
 from lowtide.recording import Recording, recomputable, record
 from lowtide.simulation import Timeline, simulate
 from lowtide.tracing import rehearse, trace
@@ -18,10 +19,12 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "errors",
+    "frontier",
     "policies",
     "recomputable",
     "record",
     "rehearse",
     "simulate",
+    "solve",
     "trace",
 ]

@@ -79,13 +79,14 @@ def calibrate(seconds: float = 10, device: str | torch.device = "cpu") -> Accele
     """Return what `device` ("cpu", "cuda", "cuda:1" or "mps") really does, measured for about `seconds`.
 
     A rate in `flops` is the best of square matrix products of growing size, for each of float32, bfloat16,
-    float16 and float64 that the device knows; float32 is as precise as torch is set to. `bandwidth` is that of a
-    sum into memory that is there already. The efficiencies are what all sizes, and ordinary elementwise ops, get
-    of these, as geometric means; `launch_seconds` is an op on one element. Every number is a median over repeats
-    after a warm-up. On a CPU with one thread the process's own time counts, so others disturb little.
+    float16 and float64 that the device knows; float32 is as precise as torch is set to. `bandwidth` is that
+    of a sum into memory that is there already. The efficiencies are what all sizes, and ordinary elementwise
+    ops, get of these, as geometric means; `launch_seconds` is an op on one element. Every number is a median
+    over repeats after a warm-up. On a CPU with one thread the process's own time counts, so that others
+    disturb little.
 
-    Random state is left alone. A slow machine takes longer than `seconds`: the smallest sizes are always measured.
-    Raises UnknownHardware for a device that cannot be used.
+    Random state is left alone. A slow machine takes longer than `seconds`, for the smallest sizes are always
+    measured. Raises UnknownHardware for a device that cannot be used.
     """
     bench = open_bench(device)
     one = torch.ones(1, device=bench.device)
@@ -128,7 +129,7 @@ def open_bench(device: str | torch.device) -> Bench:
 
 
 def measure_products(bench: Bench, dtype: torch.dtype, allowance: float) -> Iterator[Measured]:
-    """Multiply square matrices, larger ones as long as the next fits into what is left of `allowance` seconds."""
+    """Multiply square matrices, larger and larger while the next fits into the `allowance` seconds."""
     deadline = time.perf_counter() + allowance
     for size in MATMUL_SIZES:
         try:
@@ -174,7 +175,7 @@ def telling(measured: Collection[Measured], launch: float) -> Collection[Measure
 
 
 def random_numbers(bench: Bench, count: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, as an accelerator's clock depends on what it multiplies; from a generator of their own."""
+    """Normal numbers, as an accelerator's clock depends on what it multiplies; from their own generator."""
     distinct = min(count, 2**20)
     numbers = torch.randn(distinct, generator=torch.Generator().manual_seed(0), device="cpu")
     return numbers.to(bench.device, dtype).repeat(count // distinct)
@@ -200,7 +201,7 @@ def listed_watts(name: str) -> float:
 
 
 def describe(device: torch.device) -> str:
-    capability = torch.backends.cpu.get_cpu_capability()
-    where = f"{torch.get_num_threads()} threads, {capability}" if device.type == "cpu" else str(device)
+    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    where = f"threads: {threads}, {capability}" if device.type == "cpu" else str(device)
     system = f"{platform.system()} {platform.machine()}"
     return f"measured on {date.today()}: torch {torch.__version__}, {where}, {system}"

@@ -88,6 +88,17 @@ class Storage:
     """Name of the parameter, or path of the module that made it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module: operations ``first`` to before ``last``, and the buffers of its outputs."""
+
+    path: str
+    call: int
+    first: int
+    last: int
+    outputs: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StepGraph:
     """What one training step computes. Save with ``save``, load with ``StepGraph.load``."""
@@ -98,8 +109,8 @@ class StepGraph:
     saves: tuple[int, ...]
     """The buffer that each save refers to."""
     events: tuple[tuple[int, int], ...]
-    exits: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
-    """Module calls that ended: path, call, buffers of the outputs."""
+    calls: tuple[Call, ...] = ()
+    """Module calls, in the order in which they ended."""
     structure: tuple[tuple[str, str], ...] = ()
     """Paths and classes of the model's modules."""
     optimizer_bytes: int = 0
@@ -156,7 +167,7 @@ class StepGraph:
             "storages": [_flat(storage, number) for storage in self.storages],
             "saves": list(self.saves),
             "events": [item for event in self.events for item in event],
-            "exits": [[number(path), call, list(buffers)] for path, call, buffers in self.exits],
+            "calls": [_flat(call, number) for call in self.calls],
             "structure": [[number(path), number(kind)] for path, kind in self.structure],
         }
         scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name in _SCALARS}
@@ -188,7 +199,7 @@ class StepGraph:
                 storages=tuple(Storage(size, names[kind], names[owner]) for size, kind, owner in data["storages"]),
                 saves=tuple(data["saves"]),
                 events=tuple(zip(flat[::2], flat[1::2], strict=True)),
-                exits=tuple((names[path], call, tuple(buffers)) for path, call, buffers in data["exits"]),
+                calls=tuple(Call(names[path], c, f, end, tuple(out)) for path, c, f, end, out in data["calls"]),
                 structure=tuple((names[path], names[kind]) for path, kind in data["structure"]),
                 **{name: data[name] for name in _SCALARS},
             )

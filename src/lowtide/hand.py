@@ -15,9 +15,9 @@ def plan_of(graph: StepGraph, policy: Policy | Callable[[Op], bool]) -> Plan:
     """The plan that makes the decisions of ``policy``, restore points included."""
     bound = as_policy(policy).bind(graph.structure)
     chosen = {i for i, op in graph.forward_ops() if not op.keep and not _keeps(graph, op, bound)}
-    for path, _, buffers in graph.exits:
-        if bound.restores(path):
-            chosen -= {graph.buffers[buffer].maker for buffer in buffers}
+    for call in graph.calls:
+        if bound.restores(call.path):
+            chosen -= {graph.buffers[buffer].maker for buffer in call.outputs}
     plan = Plan(
         recompute=frozenset(graph.ops[i].site for i in chosen),
         fingerprint=graph.fingerprint,

@@ -40,8 +40,8 @@ class Accelerator:
     """What one device can do; nothing here knows torch.
 
     `memory_bytes` is what a process is given, `bandwidth` the memory's bytes/s, `watts` the whole board's
-    power, 0 where nobody knows it. `flops` holds flop/s by dtype name, dense (without structured sparsity); a
-    multiply-add is two. "float32" must be there; "tf32", "bfloat16", "float16", "float8" and "float64" may be.
+    power, 0 where nobody knows it. `flops` holds flop/s by dtype name, dense (without structured sparsity);
+    a multiply-add is two. "float32" must be there; "tf32", "bfloat16", "float16", "float8" and "float64" may.
 
     `efficiency_flops` and `efficiency_bandwidth`, above 0 and at most 1, are the parts of those rates that an
     op usually gets; `launch_seconds` passes for every op, however small. `source` names their origin.
@@ -98,7 +98,9 @@ class Accelerator:
 
 def check_number(what: str, value: object, most: float = math.inf, zero: bool = False) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        if 0 < value <= most or (zero and value == 0):
+        low_enough = value <= most
+        high_enough = value >= 0 if zero else value > 0
+        if low_enough and high_enough:
             return
     least = "at least 0" if zero else "above 0"
     above = f" and at most {most}" if math.isfinite(most) else ""

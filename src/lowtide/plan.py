@@ -22,6 +22,10 @@ class Prediction:
     step_seconds: float
     recompute_seconds: float
     extra_flops: int
+    bound_seconds: float = 0.0
+    """No plan within the budget can make a faster step."""
+    gap: float = 0.0
+    """How far the step is above that bound, as a fraction."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ class Timeline:
     """Bytes over the moments of a step under a plan, and what the step costs."""
 
     bytes: tuple[int, ...]
-    """Live bytes after each event of the graph, all kinds together; the peak may lie inside an event."""
+    """Live bytes after each event of the graph, all kinds together."""
+    highs: tuple[int, ...]
+    """Most bytes live in the course of each event."""
     peak_bytes: int
     peak_event: int
     """Index of the event in whose course the peak is reached."""
@@ -31,10 +33,15 @@ class Timeline:
     step_seconds: float
     recompute_seconds: float
     extra_flops: int
-    replayed: int
-    """Operations that are run again."""
-    live_at_peak: dict[int, int] = field(repr=False, default_factory=dict)
-    """Storages that live at the peak, with their bytes; rebuilt ones count under their storage."""
+    replays: tuple[int, ...] = field(repr=False, default=())
+    """The operations that are run again, in the order in which that happens."""
+    live_at_peak: tuple[int, ...] = field(repr=False, default=())
+    """Storages that live at the peak; a rebuilt one is its storage."""
+
+    @property
+    def replayed(self) -> int:
+        """How many operations are run again."""
+        return len(self.replays)
 
     @property
     def prediction(self) -> Prediction:
@@ -68,27 +75,33 @@ def simulate(graph: StepGraph, plan: Plan | Collection[int], *, trail: bool = Tr
         chosen = frozenset(i for i, op in graph.forward_ops() if op.site in plan.recompute)
     else:
         chosen = frozenset(plan)
-    run = _Run(graph, chosen, trail)
-    run.go()
-    recompute = run.replay_seconds
-    recorded = graph.host_seconds * (run.recorded + run.replayed)
+    run = _Run(graph, chosen)
+    run.go(trail)
+    recompute = sum(graph.ops[i].seconds for i in run.replays)
+    live: tuple[int, ...] = ()
+    if trail:
+        again = _Run(graph, chosen)
+        again.stop_at = (run.peak_event, run.peak)
+        again.go(trail=False)
+        live = again.live
     return Timeline(
         bytes=tuple(run.trail),
+        highs=tuple(run.highs),
         peak_bytes=run.peak,
         peak_event=run.peak_event,
         peak_where=run.where(),
-        step_seconds=graph.seconds + recompute + recorded,
+        step_seconds=graph.seconds + recompute + graph.host_seconds * (run.recorded + len(run.replays)),
         recompute_seconds=recompute,
-        extra_flops=run.extra_flops,
-        replayed=run.replayed,
-        live_at_peak=run.snapshot(),
+        extra_flops=sum(graph.ops[i].flops for i in run.replays),
+        replays=tuple(run.replays),
+        live_at_peak=live,
     )
 
 
 class _Run:
     """One step on paper. Written for speed: a planner calls it thousands of times."""
 
-    def __init__(self, graph: StepGraph, chosen: frozenset[int], trail: bool) -> None:
+    def __init__(self, graph: StepGraph, chosen: frozenset[int]) -> None:
         self.graph = graph
         self.size = [s.bytes for s in graph.storages]
         self.store = [b.storage for b in graph.buffers]
@@ -103,16 +116,15 @@ class _Run:
         self.outs: dict[int, int] = {}  # how many living buffers a recipe has
         self.sealed = False
         self.memory = graph.resident_bytes
+        self.high = self.memory
         self.peak = self.memory
         self.peak_event = 0
-        self.event = 0
-        self.replay_seconds = 0.0
-        self.extra_flops = 0
-        self.replayed = 0
+        self.replays: list[int] = []
         self.recorded = 0
         self.trail: list[int] = []
-        self.keeps_trail = trail
-        self.at_peak: dict[int, int] | None = None
+        self.highs: list[int] = []
+        self.stop_at = (-1, 0)
+        self.live: tuple[int, ...] = ()
         self.last_save = -1
         self.peak_save = -1
         for b, buffer in enumerate(graph.buffers):
@@ -120,15 +132,30 @@ class _Run:
                 self.user[buffer.storage] = True
                 self.version[buffer.storage] = b
 
-    def go(self) -> None:
+    def go(self, trail: bool) -> None:
         graph = self.graph
         steps: tuple[Callable[[int], None], ...] = (
             self._run, self._save, self._unpack, self._release, self._free, self._seal,
         )  # fmt: skip
-        for self.event, (kind, index) in enumerate(graph.events):
+        for event, (kind, index) in enumerate(graph.events):
+            self.high = self.memory
             steps[kind](index)
-            if self.keeps_trail:
+            if self.high > self.peak:
+                self.peak, self.peak_event, self.peak_save = self.high, event, self.last_save
+            if event == self.stop_at[0]:
+                return
+            if trail:
                 self.trail.append(self.memory)
+                self.highs.append(self.high)
+
+    def _rise(self) -> None:
+        if self.memory > self.high:
+            self.high = self.memory
+            if self.memory == self.stop_at[1] and not self.live:
+                self.live = (
+                    *(i for i in range(len(self.size)) if self.user[i] or self.refs[i]),
+                    *(self.store[b] for b, there in enumerate(self.rebuilt) if there),
+                )
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -141,8 +168,7 @@ class _Run:
                 self.user[storage] = True
                 self.memory += size[storage]
             self.version[storage] = buffer
-        if self.memory > self.peak:
-            self._mark()
+        self._rise()
         dropped = self.dropped
         living = 0
         for buffer in op.makes:
@@ -269,11 +295,8 @@ class _Run:
             else:
                 copies += size[store[old]]
         self.memory += made + copies
-        if self.memory > self.peak:
-            self._mark()
-        self.replay_seconds += op.seconds
-        self.extra_flops += op.flops
-        self.replayed += 1
+        self._rise()
+        self.replays.append(recipe)
         for buffer in op.makes:
             if self.dropped[buffer] and self.holders[buffer]:
                 self.rebuilt[buffer] = True
@@ -290,13 +313,6 @@ class _Run:
 
     # ---- the peak -------------------------------------------------------------------------------------------
 
-    def _mark(self) -> None:
-        self.peak = self.memory
-        self.peak_event = self.event
-        self.peak_save = self.last_save
-        if self.keeps_trail:
-            self.at_peak = None
-
     def where(self) -> str:
         """Phase and module of the peak."""
         kind, index = self.graph.events[self.peak_event] if self.graph.events else (0, 0)
@@ -309,10 +325,6 @@ class _Run:
             module = self.graph.ops[maker].module if maker >= 0 else ""
             return f"in backward of {module or 'the step'} (recomputation)"
         return "at the start"
-
-    def snapshot(self) -> dict[int, int]:
-        """What lives at the peak."""
-        return self.at_peak or {}
 
 
 def _dropped(graph: StepGraph, chosen: frozenset[int]) -> list[bool]:

@@ -19,7 +19,7 @@ from lowtide.errors import LowtideError
 
 __all__ = ["app", "main"]
 
-VERBS = ("demo",)
+VERBS = ("calibrate", "demo")
 """Each is the function of that name in the file of that name beside this one."""
 
 

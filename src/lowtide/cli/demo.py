@@ -33,7 +33,7 @@ def demo(
 
     Every contender starts from the same weights, sees the same batches and takes its steps in turn with the
     others: no checkpointing, PyTorch's checkpoint on every block, and lowtide under three policies. Takes
-    about four minutes. Ends with exit code 1 if a loss or gradient differs from the plain one in a single bit.
+    about four minutes. The exit code is 1 if a loss or gradient differs from the plain one in a single bit.
     """
     import torch
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lowtide.graph import Buffer, Event, Operation, Storage
+from lowtide.graph import Buffer, Call, Event, Operation, Storage
 from lowtide.policies import recompute_all
 from lowtide.tape import proof, randomness
 from lowtide.tape.buffers import MADE, clone_storage
 from lowtide.tape.ledger import Ledger
 from lowtide.tape.operators import Operator, operator, tensors_at
-from lowtide.tape.recorder import Recorder, _plain, drawn, results_of
+from lowtide.tape.recorder import Recorder, _plain, drawn, results_of, tensors_in
 from lowtide.tape.sites import Home
 from lowtide.tape.tickets import unpack
 
@@ -67,7 +67,8 @@ class Tracer(Recorder):
         self.saves: list[int] = []
         self.save_modules: list[str] = []
         self.events: list[tuple[int, int]] = []
-        self.exits: list[tuple[str, int, tuple[int, ...]]] = []
+        self.module_calls: list[Call] = []
+        self.starts: list[int] = []
         self.module_in_backward = ""
         self.sealed = False
         self._refs: dict[weakref.ref[Any], Any] = {}
@@ -208,13 +209,16 @@ class Tracer(Recorder):
     def _released(self, ref: weakref.ref[Any]) -> None:
         self.events.append((Event.RELEASE, self._refs.pop(ref)))
 
-    def leave_module(self, module: torch.nn.Module, output: Any) -> None:
-        from lowtide.tape.recorder import tensors_in
+    def enter_module(self, module: torch.nn.Module) -> None:
+        super().enter_module(module)
+        self.starts.append(len(self.ops))
 
-        if self.frames:
+    def leave_module(self, module: torch.nn.Module, output: Any) -> None:
+        if self.starts and self.frame.module is module:
             outputs = [t for t in tensors_in(output) if _has_memory(t) and type(t) in _plain]
             buffers = tuple(dict.fromkeys(self.buffer_of(t) for t in outputs))
-            self.exits.append((self.frame.home.path, self.frame.call, buffers))
+            home, call = self.frame.home, self.frame.call
+            self.module_calls.append(Call(home.path, call, self.starts.pop(), len(self.ops), buffers))
         super().leave_module(module, output)
 
     def seal(self) -> None:
@@ -232,7 +236,7 @@ class Tracer(Recorder):
             "storages": tuple(Storage(*row) for row in self.storages),
             "saves": tuple(self.saves),
             "events": tuple((int(kind), index) for kind, index in self.events),
-            "exits": tuple(self.exits),
+            "calls": tuple(self.module_calls),
         }
 
     # ---- time -----------------------------------------------------------------------------------------------

@@ -1,0 +1,148 @@
+"""Plans for chains: a menu for each kind of segment, and a dynamic programme over the segments under a byte limit.
+
+While segment i runs backward, what earlier segments keep is still there:
+
+    own_i(choice_i) + sum of kept_j(choice_j) for j < i  <=  budget
+
+so the best seconds for every amount of bytes kept so far is found segment by segment. own, kept and seconds are read
+off simulations of the whole step in which every segment takes its n-th choice, so they contain all that the judge
+counts: gradients filling up, the transient of the replay, the head's logits. The programme is exact for a chain with
+given menus, up to the rounding of bytes to quanta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.graph import StepGraph
+from lowtide.simulation import Timeline, simulate
+from lowtide.solvers.menu import Menu
+from lowtide.solvers.segmentation import Chain, chain_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to treat one segment, and what it costs there."""
+
+    recompute: frozenset[int]
+    kept: float
+    own: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ChainSolver:
+    """Settings: into how many quanta the budget is divided, and how the menus are made."""
+
+    quanta: int = 1500
+    menu: Menu = Menu()
+
+    def prepare(self, graph: StepGraph, progress: Callable[[int, int], None] | None = None) -> Tables:
+        """Menus and their costs, for any budget."""
+        chain = chain_of(graph)
+        menus: dict[int, list[frozenset[int]]] = {}
+        for segment in chain.segments:
+            if segment.kind not in menus:
+                menus[segment.kind] = self.menu.choices(graph, chain, segment)
+        rounds = max(len(menu) for menu in menus.values())
+        rows: list[list[Choice]] = [[] for _ in chain.segments]
+        seen: dict[int, frozenset[int]] = {}
+        for n in range(rounds):
+            picks = [menus[s.kind][min(n, len(menus[s.kind]) - 1)] for s in chain.segments]
+            timeline = simulate(graph, _ops(chain, picks))
+            for i, choice in enumerate(_costs(graph, chain, picks, timeline)):
+                if n < len(menus[chain.segments[i].kind]):
+                    rows[i].append(choice)
+            if progress is not None:
+                progress(n + 1, rounds)
+        del seen
+        return Tables(graph, chain, [_pareto(row) for row in rows], self.quanta)
+
+
+class Tables:
+    """The choices of every segment with their costs; answers any budget."""
+
+    def __init__(self, graph: StepGraph, chain: Chain, rows: list[list[Choice]], quanta: int) -> None:
+        self.graph = graph
+        self.chain = chain
+        self.rows = rows
+        self.quanta = quanta
+        self.base = [min(choice.kept for choice in row) for row in rows]
+        self.before = np.concatenate([[0.0], np.cumsum(self.base)])
+
+    def smallest(self) -> float:
+        """No choice of these menus peaks below this."""
+        return max(min(c.own for c in row) + self.before[i] for i, row in enumerate(self.rows))
+
+    def best(self, budget: float) -> frozenset[int] | None:
+        """The fastest choices whose peak is within ``budget`` by these costs, as operations; None if there are none."""
+        spread = sum(max(c.kept for c in row) - low for row, low in zip(self.rows, self.base, strict=True))
+        room = min(spread, budget - min(self.before)) if spread else 0.0
+        quantum = max(1.0, room / self.quanta)
+        size = self.quanta + 1
+        best = np.full(size, np.inf)
+        best[0] = 0.0
+        parents: list[tuple[np.ndarray, np.ndarray]] = []
+        for i, row in enumerate(self.rows):
+            after = np.full(size, np.inf)
+            pick = np.full(size, -1, dtype=np.int32)
+            origin = np.zeros(size, dtype=np.int32)
+            for n, choice in enumerate(row):
+                limit = int((budget - choice.own - self.before[i]) // quantum)
+                shift = int(np.ceil((choice.kept - self.base[i]) / quantum))
+                top = min(limit, size - 1 - shift)
+                if top < 0:
+                    continue
+                value = best[: top + 1] + choice.seconds
+                better = value < after[shift : shift + top + 1]
+                where = np.nonzero(better)[0]
+                after[where + shift] = value[where]
+                pick[where + shift] = n
+                origin[where + shift] = where
+            best = after
+            parents.append((pick, origin))
+        state = int(np.argmin(best))
+        if not np.isfinite(best[state]):
+            return None
+        picks: list[frozenset[int]] = []
+        for i in range(len(self.rows) - 1, -1, -1):
+            pick, origin = parents[i]
+            picks.append(self.rows[i][pick[state]].recompute)
+            state = int(origin[state])
+        return _ops(self.chain, picks[::-1])
+
+
+def _ops(chain: Chain, picks: list[frozenset[int]]) -> frozenset[int]:
+    return frozenset(
+        segment.first + offset for segment, pick in zip(chain.segments, picks, strict=True) for offset in pick
+    )
+
+
+def _costs(graph: StepGraph, chain: Chain, picks: list[frozenset[int]], timeline: Timeline) -> list[Choice]:
+    """What each segment's choice costs in a simulated step."""
+    count = len(chain.segments)
+    trail = timeline.bytes
+    edges = [trail[start - 1] if start else graph.resident_bytes for start in chain.starts]
+    edges.append(trail[chain.seal - 1])
+    kept = [edges[i + 1] - edges[i] for i in range(count)]
+    own = [0] * count
+    for event, owner in enumerate(chain.owner):
+        own[owner] = max(own[owner], timeline.highs[event])
+    seconds = [0.0] * count
+    where = {op: i for i, segment in enumerate(chain.segments) for op in range(segment.first, segment.last)}
+    for op in timeline.replays:
+        seconds[where[op]] += graph.ops[op].seconds + graph.host_seconds
+    below = np.concatenate([[0], np.cumsum(kept)])
+    return [Choice(picks[i], kept[i], own[i] - below[i], seconds[i]) for i in range(count)]
+
+
+def _pareto(row: list[Choice]) -> list[Choice]:
+    """Without choices that another one beats in everything."""
+    front: list[Choice] = []
+    for choice in sorted(row, key=lambda c: (c.seconds, c.kept, c.own)):
+        if not any(c.kept <= choice.kept and c.own <= choice.own for c in front):
+            front.append(choice)
+    return front

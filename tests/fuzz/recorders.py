@@ -1,0 +1,111 @@
+"""What a program is run under: nothing, or lowtide with a policy drawn from a seed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .programs import Decisions, Setting
+
+
+class Policy:
+    """Ask `Decisions` about every op by its name and running count, and note what was asked and dropped."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self.decisions = decisions
+        self.asked: Counter[str] = Counter()
+        self.dropped: list[tuple[str, int]] = []
+
+    def __call__(self, op: Any) -> bool:
+        """Return whether the op's results are kept."""
+        count = self.asked[op.name]
+        self.asked[op.name] += 1
+        keeps = self.decisions.keeps(op.name, count)
+        if not keeps:
+            self.dropped.append((op.name, count))
+        return keeps
+
+
+class Recorder:
+    """Make the contexts one program runs in; afterwards `policy` and `kept` tell what happened."""
+
+    def __init__(self, setting: Setting, make: Callable[[Policy], AbstractContextManager[Any]]) -> None:
+        self.policy = Policy(setting.decisions)
+        self._make = make
+        self._shared = make(self.policy) if setting.one_recording else None
+        self.recordings: list[Any] = []
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        recording = self._shared or self._make(self.policy)
+        if recording not in self.recordings:
+            self.recordings.append(recording)
+        return recording
+
+    def kept(self) -> Counter[str]:
+        """Count, as "op: reason", what was kept against the policy."""
+        rows: Counter[str] = Counter()
+        for recording in self.recordings:
+            if hasattr(recording, "report"):
+                for row in recording.report().kept:
+                    rows[f"{row.op}: {row.reason}"] += row.count
+        return rows
+
+
+MakeRecorder: TypeAlias = Callable[[Setting], Recorder]
+
+
+def plain_recorder(setting: Setting) -> Recorder:
+    """Record nothing."""
+    return Recorder(setting, lambda policy: contextlib.nullcontext())
+
+
+@contextlib.contextmanager
+def copying(policy: Policy) -> Iterator[None]:
+    """Save copies for backward."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        yield
+
+
+def copying_recorder(setting: Setting) -> Recorder:
+    """Save copies for backward, so that overwriting a saved tensor harms nothing."""
+    return Recorder(dataclasses.replace(setting, one_recording=False), copying)
+
+
+class Bystander(TorchDispatchMode):
+    """Run every op as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op."""
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def bystanding(policy: Policy) -> Iterator[None]:
+    """Have a dispatch mode and saved-tensor hooks that do nothing."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), Bystander():
+        yield
+
+
+def bystander_recorder(setting: Setting) -> Recorder:
+    """Do nothing, by the means that a recorder needs: tells PyTorch's own doing from the recorder's."""
+    return Recorder(dataclasses.replace(setting, one_recording=False), bystanding)
+
+
+def lowtide_recorder(setting: Setting) -> Recorder:
+    """Record with lowtide."""
+    import lowtide
+
+    from .support import Declared
+
+    lowtide.recomputable(Declared)
+    return Recorder(
+        setting,
+        lambda policy: lowtide.record(policy=policy, check=setting.check, check_every=setting.check_every),
+    )
