@@ -1,15 +1,17 @@
-"""A lower bound: no plan within the budget can recompute for fewer seconds than this.
+"""A lower bound: no plan that keeps what segments hand on can recompute for fewer seconds within the budget.
 
 The linear programme of all operations at once, in fractions: k_i of an operation's result kept, r_i of it replayed.
 
     minimise  sum seconds_i * r_i
     subject to  k_i + r_i >= 1       for every result that autograd saved
                 k_j + r_j >= r_i     for every operation i that reads a result of j
-                there(t) + sum of bytes_i * k_i for results still saved at t  <=  budget, at chosen moments t
+                k_i = 0              for results that are overwritten in place, k_i = 1 for those handed on
+                there(t) + sum of bytes_i * k_i for results still needed at t  <=  budget, at chosen moments t
 
 there(t) is what is in memory at t whatever the plan is: parameters, gradients so far, backward's own temporaries,
-what cannot be dropped, and the saved results that backward is using at t. Replays' transients are left out. Every
-plan that the tape can carry out is a solution, so the optimum bounds them all.
+what cannot be dropped, and the saved results that backward is using at t. A saved result is needed until backward
+lets go of it; one that only replays read, until backward reaches its segment. Replays' transients are left out.
+Every plan that keeps the boundaries of the chain is a solution, so the optimum bounds them all.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from lowtide.graph import Event, StepGraph
 from lowtide.solvers.segmentation import Chain
 
 
+_MOMENTS = 8  # of each segment's backward
+
+
 class LowerBound:
     """The programme for one graph; answers any budget, hot-started from the last."""
 
@@ -28,11 +33,12 @@ class LowerBound:
         self.graph = graph
         self.free = [i for i, op in graph.forward_ops() if any(graph.buffers[b].droppable for b in _results(graph, i))]
         self.column = {op: n for n, op in enumerate(self.free)}
+        self.chain = chain
         self.rooms: list[tuple[int, float]] = []  # rows of byte constraints and what is there anyway
         self.solver = highspy.Highs()
         self.solver.setOptionValue("output_flag", False)
         self._closure()
-        self._moments(chain)
+        self._moments()
 
     def seconds(self, budget: float) -> float:
         """Least seconds of recomputation within ``budget`` bytes; infinity if not even fractions fit."""
@@ -49,6 +55,12 @@ class LowerBound:
         highs.addVars(2 * n, np.zeros(2 * n), np.ones(2 * n))
         seconds = np.array([graph.ops[i].seconds + graph.host_seconds for i in self.free])
         highs.changeColsCost(n, np.arange(n, 2 * n, dtype=np.int32), seconds)
+        overwritten = {graph.buffers[old].maker for _, op in graph.forward_ops() for old, _ in op.writes}
+        for column, op in enumerate(self.free):
+            if op in self.chain.boundaries:
+                highs.changeColBounds(column, 1.0, 1.0)
+            elif op in overwritten:
+                highs.changeColBounds(column, 0.0, 0.0)
         rows: list[tuple[float, list[int], list[float]]] = []
         for column, op in enumerate(self.free):
             if any(b in saved and graph.buffers[b].droppable for b in _results(graph, op)):
@@ -69,20 +81,40 @@ class LowerBound:
         )
         self.rows = len(rows)
 
-    def _moments(self, chain: Chain) -> None:
-        """A byte constraint at the moment of each segment's backward at which most can be there."""
-        graph = self.graph
-        most: dict[int, tuple[int, int]] = {}
+    def _moments(self) -> None:
+        """Byte constraints at the moments of each segment's backward at which most is there."""
+        graph, chain = self.graph, self.chain
+        most: dict[int, list[tuple[int, int]]] = {}
+        reached: dict[int, int] = {}
         for event, total in enumerate(_keeping_all(graph)):
-            if event >= chain.seal and total > most.get(chain.owner[event], (-1, 0))[0]:
-                most[chain.owner[event]] = (total, event)
-        moments = {chain.seal, *(event for _, event in most.values())}
+            if event >= chain.seal:
+                reached.setdefault(chain.owner[event], event)
+                if graph.events[event][0] == Event.RUN:
+                    most.setdefault(chain.owner[event], []).append((total, event))
+        moments = {chain.seal}
+        for rows in most.values():
+            moments |= {event for _, event in sorted(rows)[-_MOMENTS:]}
+        unsaved = self._unsaved(reached)
         walk = _Walk(graph)
         for event, (kind, index) in enumerate(graph.events):
             walk.step(kind, index)
             if event in moments:
                 sizes, fixed = walk.split()
+                sizes |= {op: size for op, size, until in unsaved if event < until}
                 self._add_moment(sizes, walk.memory + fixed)
+
+    def _unsaved(self, reached: dict[int, int]) -> list[tuple[int, int, int]]:
+        """Results that only replays read: operation, bytes, and the event at which backward reaches its segment."""
+        graph = self.graph
+        saved = {graph.buffers[b].storage for b in graph.saves}
+        found = []
+        for number, segment in enumerate(self.chain.segments):
+            for op in range(segment.first, segment.last):
+                storages = {graph.buffers[b].storage for b in graph.ops[op].makes if graph.buffers[b].droppable}
+                if op in self.column and storages and not storages & saved:
+                    size = sum(graph.storages[s].bytes for s in storages)
+                    found.append((op, size, reached.get(number, 0)))
+        return found
 
     def _add_moment(self, sizes: dict[int, int], there: int) -> None:
         columns = np.array([self.column[op] for op in sizes], dtype=np.int32)
