@@ -59,6 +59,8 @@ class Operation:
     """Bytes it reads and writes."""
     keep: str = ""
     """Why its results cannot be recomputed; empty if they can."""
+    dtype: str = "float32"
+    """Of its results, for rates of arithmetic."""
 
     @property
     def site(self) -> str:
@@ -225,10 +227,10 @@ def _flat(item: Any, number: Any) -> list[Any]:
 
 
 def _operation(row: list[Any], names: list[str]) -> Operation:
-    name, module, call, index, backward, reads, makes, writes, seconds, flops, size, keep = row
+    name, module, call, index, backward, reads, makes, writes, seconds, flops, size, keep, dtype = row
     return Operation(
         names[name], names[module], call, index, bool(backward), tuple(reads), tuple(makes),
-        tuple((old, new) for old, new in writes), seconds, flops, size, names[keep],
+        tuple((old, new) for old, new in writes), seconds, flops, size, names[keep], names[dtype],
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def with_costs(graph: StepGraph, hardware: Any) -> StepGraph:
 
     accelerator = catalogue.find(hardware or "cpu") if not hasattr(hardware, "bandwidth") else hardware
     ops = tuple(
-        replace(op, seconds=operation_seconds(accelerator, flops=op.flops, bytes=op.bytes, dtype="float32"))
+        replace(op, seconds=operation_seconds(accelerator, flops=op.flops, bytes=op.bytes, dtype=op.dtype))
         for op in graph.ops
     )
     return replace(graph, ops=ops, hardware=accelerator.name)

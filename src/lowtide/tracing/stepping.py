@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowtide.errors import GraphError
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan
+from lowtide.tape import randomness
 from lowtide.tape.sites import structure_of, watch
 from lowtide.tape.tickets import unpack
 from lowtide.tape.transforms import pop_hooks, push_hooks
@@ -156,21 +157,20 @@ def _loss(step: Step) -> Tensor:
 @contextmanager
 def _untouched(model: nn.Module | None) -> Iterator[None]:
     """Put gradients, buffers and random state back afterwards."""
-    devices = [torch.device("cpu")]
-    states = torch.get_rng_state()
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    states = randomness.states_of({torch.device("cpu"), *(t.device for t in tensors if t.device.type != "meta")})
     gradients = [] if model is None else [(p, p.grad) for p in model.parameters()]
     for parameter, gradient in gradients:
         parameter.grad = None if gradient is None else gradient.clone()
     contents = [] if model is None else [(b, b.detach().clone()) for b in model.buffers()]
-    del devices
     try:
         yield
     finally:
-        torch.set_rng_state(states)
+        randomness.leave(states)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, content in contents:
-            with torch.no_grad():
+        with torch.no_grad():
+            for buffer, content in contents:
                 buffer.copy_(content)
 
 

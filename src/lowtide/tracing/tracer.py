@@ -118,6 +118,7 @@ class Tracer(Recorder):
                 self._flops(op, args, kwargs, out),
                 sum(t.numel() * t.element_size() for t in (*proof.tensors(args, kwargs), *results) if _has_memory(t)),
                 keep,
+                str((results or written)[0].dtype).removeprefix("torch."),
             )
         )
         self.events.append((Event.RUN, number))
