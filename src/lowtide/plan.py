@@ -40,6 +40,8 @@ class Plan:
     budget_bytes: int | None = None
     hardware: str = ""
     prediction: Prediction | None = None
+    depths: tuple[tuple[str, int], ...] = ()
+    """Sites with a depth above 0: replays that only pass through drop their results again."""
 
     def __str__(self) -> str:
         modules = {site.partition("/")[0] for site in self.recompute}
@@ -68,6 +70,7 @@ class Plan:
             "budget_bytes": self.budget_bytes,
             "hardware": self.hardware,
             "prediction": asdict(self.prediction) if self.prediction else None,
+            "depths": [list(item) for item in self.depths],
         }
 
     @staticmethod
@@ -91,6 +94,7 @@ class Plan:
                 budget_bytes=data["budget_bytes"],
                 hardware=data["hardware"],
                 prediction=Prediction(**data["prediction"]) if data["prediction"] else None,
+                depths=tuple((site, depth) for site, depth in data["depths"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"{path} is a broken lowtide plan: {type(error).__name__} {error}") from None

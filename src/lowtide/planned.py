@@ -31,11 +31,14 @@ class _Planned(Policy):
 class _Inside(Policy):
     """The decisions in one module."""
 
-    sites: frozenset[str]
+    depths: dict[str, int] = field(hash=False)
     names: frozenset[str]
 
     def __call__(self, op: Op) -> bool:
-        return op.site not in self.sites
+        return op.site not in self.depths
+
+    def depth(self, op: Op) -> int:
+        return self.depths.get(op.site, -1)
 
     def by_name(self, name: str) -> bool | None:
         return None if name in self.names else True
@@ -43,10 +46,11 @@ class _Inside(Policy):
 
 def policy_of(plan: Plan) -> Policy:
     """The policy that obeys ``plan``."""
-    sites: dict[str, set[str]] = defaultdict(set)
+    deep = dict(plan.depths)
+    sites: dict[str, dict[str, int]] = defaultdict(dict)
     for site in plan.recompute:
-        sites[site.partition("/")[0]].add(site)
-    inside = {path: _Inside(frozenset(own), frozenset(_name(site) for site in own)) for path, own in sites.items()}
+        sites[site.partition("/")[0]][site] = deep.get(site, 0)
+    inside = {path: _Inside(own, frozenset(_name(site) for site in own)) for path, own in sites.items()}
     return _Planned(plan, inside)
 
 

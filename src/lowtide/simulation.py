@@ -9,7 +9,7 @@ It follows the rules of the tape. Memory lives while somebody holds it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from lowtide.graph import Event, StepGraph
@@ -55,12 +55,14 @@ class Timeline:
         )
 
 
-def simulate(graph: StepGraph, plan: Plan | Collection[int], *, trail: bool = True) -> Timeline:
+def simulate(
+    graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int], *, trail: bool = True
+) -> Timeline:
     """Run the step of ``graph`` on paper under ``plan``.
 
     Args:
         graph: what the step computes.
-        plan: a plan, or the indices of the operations to recompute.
+        plan: a plan, or the indices of the operations to recompute, with their depths or all at depth 0.
         trail: also give the bytes at every event and what lives at the peak.
 
     Returns:
@@ -71,10 +73,7 @@ def simulate(graph: StepGraph, plan: Plan | Collection[int], *, trail: bool = Tr
         >>> timeline = lowtide.simulate(graph, plan)  # doctest: +SKIP
         >>> timeline.peak_bytes, timeline.step_seconds  # doctest: +SKIP
     """
-    if isinstance(plan, Plan):
-        chosen = frozenset(i for i, op in graph.forward_ops() if op.site in plan.recompute)
-    else:
-        chosen = frozenset(plan)
+    chosen = depths_of(graph, plan)
     run = _Run(graph, chosen)
     run.go(trail)
     recompute = sum(graph.ops[i].seconds for i in run.replays)
@@ -98,14 +97,26 @@ def simulate(graph: StepGraph, plan: Plan | Collection[int], *, trail: bool = Tr
     )
 
 
+def depths_of(graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int]) -> dict[int, int]:
+    """The operations that ``plan`` recomputes, with their depths."""
+    if isinstance(plan, Plan):
+        deep = dict(plan.depths)
+        return {i: deep.get(op.site, 0) for i, op in graph.forward_ops() if op.site in plan.recompute}
+    if isinstance(plan, Mapping):
+        return dict(plan)
+    return dict.fromkeys(plan, 0)
+
+
 class _Run:
     """One step on paper. Written for speed: a planner calls it thousands of times."""
 
-    def __init__(self, graph: StepGraph, chosen: frozenset[int]) -> None:
+    def __init__(self, graph: StepGraph, chosen: dict[int, int]) -> None:
         self.graph = graph
         self.size = [s.bytes for s in graph.storages]
         self.store = [b.storage for b in graph.buffers]
         self.dropped = _dropped(graph, chosen)
+        self.depth = chosen if any(chosen.values()) else {}
+        self.passing = [False] * len(self.store)  # there only until the replay has gone on
         self.user = [False] * len(self.size)  # the program holds the storage
         self.refs = [0] * len(self.size)  # saves and recipes that hold the storage
         self.holders = [0] * len(self.store)  # tickets and recipes that hold the buffer
@@ -279,36 +290,75 @@ class _Run:
             for read in self.reads[recipe]:
                 if self.dropped[read] and not self.rebuilt[read]:
                     stack.append(graph.buffers[read].maker)
-        for recipe in sorted(needed):
-            if recipe in self.reads:
+        order = sorted(needed)
+        if self.depth:
+            self._climb(order)
+        else:
+            for recipe in order:
                 self._rerun(recipe)
+
+    def _climb(self, order: list[int]) -> None:
+        """Replay several levels deep: all but a staircase towards the last is dropped again."""
+        depth, buffers = self.depth, self.graph.buffers
+        lowest = depth[order[-1]]
+        again: set[int] = set()
+        for recipe in reversed(order[:-1]):
+            if depth[recipe] > lowest:
+                again.add(recipe)
+            lowest = min(lowest, depth[recipe])
+        last: dict[int, list[int]] = {}
+        seen: set[int] = set()
+        for recipe in reversed(order):
+            for read in self.reads[recipe]:
+                if read not in seen and buffers[read].maker in again and self.dropped[read] and not self.rebuilt[read]:
+                    seen.add(read)
+                    last.setdefault(recipe, []).append(read)
+        for recipe in order:
+            if recipe in again:
+                self._pass(recipe, seen)
+            else:
+                self._rerun(recipe)
+            for read in last.get(recipe, ()):
+                if self.passing[read]:
+                    self.passing[read] = False
+                    self.memory -= self.size[self.store[read]]
+
+    def _pass(self, recipe: int, wanted: set[int]) -> None:
+        """Run a recipe whose results are dropped again; its own inputs stay held."""
+        op = self.graph.ops[recipe]
+        size, store = self.size, self.store
+        self.memory += sum(size[store[b]] for b in op.makes)
+        for old, new in op.writes:
+            if self.passing[old] and self.readers[old] == 1:
+                self.passing[old] = False
+            else:
+                self.memory += size[store[new]]
+        self._rise()
+        self.replays.append(recipe)
+        for buffer in (*op.makes, *(new for _, new in op.writes)):
+            if buffer in wanted and self.dropped[buffer]:
+                self.passing[buffer] = True
+            else:
+                self.memory -= size[store[buffer]]
 
     def _rerun(self, recipe: int) -> None:
         op = self.graph.ops[recipe]
         size, store = self.size, self.store
         made = sum(size[store[b]] for b in op.makes)
         copies = 0
-        stolen: list[int] = []
         for old, _ in op.writes:
-            if self.rebuilt[old] and self.readers[old] == 1:
-                stolen.append(old)
+            if (self.rebuilt[old] or self.passing[old]) and self.readers[old] == 1:
+                self.rebuilt[old] = self.passing[old] = False
             else:
                 copies += size[store[old]]
         self.memory += made + copies
         self._rise()
         self.replays.append(recipe)
-        for buffer in op.makes:
+        for buffer in (*op.makes, *(new for _, new in op.writes)):
             if self.dropped[buffer] and self.holders[buffer]:
                 self.rebuilt[buffer] = True
             else:
                 self.memory -= size[store[buffer]]
-        for old, new in op.writes:
-            if old in stolen:
-                self.rebuilt[old] = False
-            if self.dropped[new] and self.holders[new]:
-                self.rebuilt[new] = True
-            else:
-                self.memory -= size[store[new]]
         self._forget(recipe)
 
     # ---- the peak -------------------------------------------------------------------------------------------
@@ -327,7 +377,7 @@ class _Run:
         return "at the start"
 
 
-def _dropped(graph: StepGraph, chosen: frozenset[int]) -> list[bool]:
+def _dropped(graph: StepGraph, chosen: Collection[int]) -> list[bool]:
     """Which buffers the tape drops when it is told to recompute ``chosen``."""
     dropped = [False] * len(graph.buffers)
     for index in sorted(chosen):

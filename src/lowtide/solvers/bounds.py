@@ -20,6 +20,7 @@ import highspy
 import numpy as np
 
 from lowtide.graph import Event, StepGraph
+from lowtide.solvers.highs import silent
 from lowtide.solvers.segmentation import Chain
 
 
@@ -35,8 +36,7 @@ class LowerBound:
         self.column = {op: n for n, op in enumerate(self.free)}
         self.chain = chain
         self.rooms: list[tuple[int, float]] = []  # rows of byte constraints and what is there anyway
-        self.solver = highspy.Highs()
-        self.solver.setOptionValue("output_flag", False)
+        self.solver = silent()
         self._closure()
         self._moments()
 

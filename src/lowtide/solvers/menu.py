@@ -21,6 +21,7 @@ import highspy
 import numpy as np
 
 from lowtide.graph import StepGraph
+from lowtide.solvers.highs import silent
 from lowtide.solvers.segmentation import Chain, Segment
 
 
@@ -63,8 +64,7 @@ class Cut:
         self.total_bytes = float(self.bytes.sum())
         self.total_seconds = float(self.seconds.sum()) or 1.0
         self.never = [self.column[i] for i in overwritten if i in self.column]
-        self.solver = highspy.Highs()
-        self.solver.setOptionValue("output_flag", False)
+        self.solver = silent()
         self._build()
 
     def _results(self, op: int) -> list[int]:

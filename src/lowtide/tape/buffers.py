@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide.errors import RootChanged
+from lowtide.errors import ReplayMismatch, RootChanged
 
 if TYPE_CHECKING:
     from lowtide.tape.recipes import Recipe
@@ -52,7 +52,8 @@ class Buffer:
     def contents(self) -> Tensor:
         """The memory itself, checked to be what it was when a recipe took hold of it."""
         value = self.value
-        assert value is not None
+        if value is None:
+            raise ReplayMismatch("a recomputation was interrupted halfway and cannot be resumed; run the step again")
         if self.version is not None and value._version != self.version:
             raise RootChanged(changed_message(value, self.version))
         return value
@@ -210,3 +211,34 @@ def release_held(storage: torch.UntypedStorage) -> None:
         buffer.value = place(copy, layout_of(value))
         buffer.version = None
     delattr(storage, HELD)
+
+
+def find(tensor: Tensor) -> Buffer:
+    """The buffer that ``tensor`` is a view of: a dropped one, or the memory itself, taken hold of."""
+    storage = tensor.untyped_storage()
+    buffer: Buffer | None = getattr(storage, MADE, None)
+    if buffer is None or not current(storage, tensor, buffer):
+        return hold(tensor, storage)
+    buffer.used = True
+    return buffer
+
+
+def current(storage: torch.UntypedStorage, tensor: Tensor, buffer: Buffer) -> bool:
+    """Whether ``buffer``'s recipe still makes what ``storage`` holds; if not, the memory counts as it is.
+
+    Not so for memory that was never seen being written whole, and memory shared with code outside torch.
+    """
+    if storage.resizable() and (buffer.rare is None or buffer.rare.blank is None):
+        return True
+    expose(storage, tensor)
+    return False
+
+
+def expose(storage: torch.UntypedStorage, tensor: Tensor) -> None:
+    """Treat ``storage`` from now on as memory whose contents are simply there."""
+    buffer: Buffer | None = getattr(storage, MADE, None)
+    if buffer is None:
+        return
+    delattr(storage, MADE)
+    if buffer.saves:
+        rare(buffer).next = Buffer(None, alias(tensor))

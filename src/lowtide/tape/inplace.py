@@ -16,9 +16,21 @@ import torch
 from torch import Tensor
 
 from lowtide.tape import proof
-from lowtide.tape.buffers import HELD, MADE, Buffer, alias, blank, clone_storage, layout_of, rare, release_held
+from lowtide.tape.buffers import (
+    HELD,
+    MADE,
+    Buffer,
+    alias,
+    blank,
+    clone_storage,
+    expose,
+    find,
+    layout_of,
+    rare,
+    release_held,
+)
 from lowtide.tape.operators import Operator, tensors_at
-from lowtide.tape.recipes import FullRecipe, capture, expose, find
+from lowtide.tape.recipes import FullRecipe, capture
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -41,13 +53,14 @@ def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[
     targets = targets_of(recorder, op, args, kwargs)
     for target in targets.values():
         release_held(target.storage)
-    if not _drops(recorder, op, targets, args, kwargs):
+    depth = _depth(recorder, op, targets)
+    if depth < 0:
         for target in targets.values():
             overwrite(target, None)
         return op.func(*args, **kwargs)
     if recorder.must_prove(op):
-        return proof.run_write(recorder, op, targets, args, kwargs)
-    recipe = prepare(recorder, op, targets, args, kwargs)
+        return proof.run_write(recorder, op, targets, args, kwargs, depth)
+    recipe = prepare(op, targets, args, kwargs, depth)
     out = op.func(*args, **kwargs)
     commit(recorder, recipe, targets, out)
     return out
@@ -75,33 +88,35 @@ def targets_of(
     return targets
 
 
-def _drops(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> bool:
-    """Whether the operation's results are given recipes."""
+def _depth(recorder: Recorder, op: Operator, targets: dict[int, Target]) -> int:
+    """The depth at which the operation's results are recomputed, -1 if they are kept."""
     home = recorder.frame.home
     policy = home.scoped or recorder.rule
     decision = policy.by_name(op.name)
     nth = recorder.count(op) if decision is None else -1
     if not torch.is_grad_enabled() and not recorder.trusts_caller():
-        return False
+        return -1
     known = [target.old for target in targets.values() if target.old is not None]
     if not known and not op.makes_new:
-        return False
+        return -1
     if not op.whole and any(blank(old) is not None for old in known):
-        return False  # reads memory that was never seen being written
+        return -1  # reads memory that was never seen being written
     if decision is None:
-        decision = recorder.asks_to_keep(op, nth, [target.tensor for target in targets.values()])
-    if decision:
-        return False
+        depth = recorder.depth(op, nth, [target.tensor for target in targets.values()])
+    else:
+        depth = -1 if decision else 0
+    if depth < 0:
+        return depth
     reason = op.keep or ("found not to be reproducible" if op.key in home.distrusted else None)
     if reason is None and op.safe_on_cpu_only and not all(t.tensor.is_cpu for t in targets.values()):
         reason = "not reproducible from run to run on this device"
     if reason is not None:
         recorder.ledger.note(op, home, reason)
-        return False
-    return True
+        return -1
+    return depth
 
 
-def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any) -> FullRecipe:
+def prepare(op: Operator, targets: dict[int, Target], args: Any, kwargs: Any, depth: int) -> FullRecipe:
     """The recipe of an operation that writes, taken before it runs.
 
     Memory that is there and about to be overwritten is copied: running statistics are replayed on that copy.
@@ -124,6 +139,7 @@ def prepare(recorder: Recorder, op: Operator, targets: dict[int, Target], args: 
     recipe = FullRecipe(op, *capture(args, kwargs, read))
     recipe.states, recipe.generators = drew
     recipe.written = steals
+    recipe.level = depth
     return recipe
 
 

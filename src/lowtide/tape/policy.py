@@ -58,6 +58,11 @@ class Policy:
         """Whether to keep the results of ``op``."""
         raise NotImplementedError
 
+    def depth(self, op: Op) -> int:
+        """How ``op`` is treated: -1 keeps its results; 0 recomputes them; above 0, a replay that only passes
+        through drops them again unless nothing of a lower depth lies between them and what it is making."""
+        return -1 if self(op) else 0
+
     def by_name(self, name: str) -> bool | None:
         """The decision for every operator called ``name``, or None to be asked for each operation."""
         return None

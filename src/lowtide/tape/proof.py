@@ -20,8 +20,7 @@ from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
 from lowtide.tape import inplace, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, blank, clone_storage, place, rare
-from lowtide.tape.recipes import expose
+from lowtide.tape.buffers import HELD, MADE, Buffer, blank, clone_storage, expose, place, rare
 from lowtide.tape.sites import Site, source_line
 
 if TYPE_CHECKING:
@@ -83,11 +82,12 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, nth: int) -> A
     drew = drawn(args, kwargs) if op.random else None
     out = op.func(*args, **kwargs)
     results = results_of(out)
-    if nth >= 0 and recorder.asks_to_keep(op, nth, results):
+    depth = recorder.depth(op, nth, results) if nth >= 0 else 0
+    if depth < 0:
         return out
     _pend(recorder, op)
     if not provable or not all(_is_real(result) for result in results):
-        recorder.drop(op, args, kwargs, out, drew)
+        recorder.drop(op, args, kwargs, out, drew, depth)
         return out
     site = Site(recorder.frame.home, source_line())
     changed = [t for t, crc in zip(inputs, before, strict=True) if fingerprint(t.untyped_storage()) != crc]
@@ -102,24 +102,24 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, nth: int) -> A
         _distrust(recorder, op, site, "two runs on the same input gave different results")
         return out
     del again
-    for buffer, storage in _pairs(recorder.drop(op, args, kwargs, out, drew), results):
+    for buffer, storage in _pairs(recorder.drop(op, args, kwargs, out, drew, depth), results):
         _stamp(buffer, storage, site)
     return out
 
 
 def run_write(
-    recorder: Recorder, op: Operator, targets: dict[int, inplace.Target], args: Any, kwargs: Any
+    recorder: Recorder, op: Operator, targets: dict[int, inplace.Target], args: Any, kwargs: Any, depth: int
 ) -> Any:
     """Run an operation that writes into its arguments, and prove that it can be run again."""
     from lowtide.tape.recorder import results_of
 
     if not all(_is_real(tensor) for tensor in tensors(args, kwargs)):
-        recipe = inplace.prepare(recorder, op, targets, args, kwargs)
+        recipe = inplace.prepare(op, targets, args, kwargs, depth)
         out = op.func(*args, **kwargs)
         inplace.commit(recorder, recipe, targets, out)
         return out
     copies = {key: clone_storage(target.tensor) for key, target in targets.items()}
-    recipe = inplace.prepare(recorder, op, targets, args, kwargs)
+    recipe = inplace.prepare(op, targets, args, kwargs, depth)
     inputs = []
     for position, _, layout in recipe.reads:
         tensor = _at(position, args, kwargs)

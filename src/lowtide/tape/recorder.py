@@ -22,10 +22,11 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, blank, rare
+from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, expose, find, rare
 from lowtide.tape.operators import Operator, operator, tensors_at
 from lowtide.tape.policy import Op, Policy
-from lowtide.tape.recipes import FullRecipe, Recipe, TapeMode, capture, current, expose, find
+from lowtide.tape.recipes import FullRecipe, Recipe, capture
+from lowtide.tape.replay import TapeMode
 from lowtide.tape.sites import Home, tree_of
 from lowtide.tape.tickets import Parts, keep, keep_now, pack_dropped
 
@@ -92,8 +93,9 @@ class Recorder(TapeMode):
             return proof.run(self, op, args, kwargs or _NONE, nth)
         drew = drawn(args, kwargs or _NONE) if op.random else None
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        if nth < 0 or not self.asks_to_keep(op, nth, results_of(out)):
-            self.drop(op, args, kwargs, out, drew)
+        depth = self.depth(op, nth, results_of(out)) if nth >= 0 else 0
+        if depth >= 0:
+            self.drop(op, args, kwargs, out, drew, depth)
         return out
 
     def _learn(self, func: Any) -> tuple[int, Operator]:
@@ -128,7 +130,7 @@ class Recorder(TapeMode):
             self.ledger.note(op, self.frame.home, op.keep or "found not to be reproducible")
         return op.call(*args, **kwargs)
 
-    def drop(self, op: Operator, args: Any, kwargs: Any, out: Any, drew: Any) -> list[Buffer]:
+    def drop(self, op: Operator, args: Any, kwargs: Any, out: Any, drew: Any, depth: int) -> list[Buffer]:
         """Give the new float results of an operation buffers that can be made again."""
         if type(out) is Tensor or isinstance(out, Tensor):
             if not self.droppable(op, out):
@@ -143,6 +145,7 @@ class Recorder(TapeMode):
             recipe = FullRecipe(op, *capture(args, kwargs, find))
         if drew is not None:
             recipe.states, recipe.generators = drew  # type: ignore[attr-defined]
+        recipe.level = depth
         buffers = []
         for which, result in results:
             storage = result.untyped_storage()
@@ -180,11 +183,11 @@ class Recorder(TapeMode):
         counts[op.key] = nth + 1
         return nth
 
-    def asks_to_keep(self, op: Operator, nth: int, results: list[Tensor]) -> bool:
-        """The policy's decision for one operation."""
+    def depth(self, op: Operator, nth: int, results: list[Tensor]) -> int:
+        """The policy's decision for one operation: -1 to keep, else the depth at which it is recomputed."""
         frame = self.frame
         policy = frame.home.scoped or self.rule
-        return bool(policy(Op(op.name, op.overload, frame.home.path, frame.call, nth, results)))
+        return policy.depth(Op(op.name, op.overload, frame.home.path, frame.call, nth, results))
 
     def must_prove(self, op: Operator) -> bool:
         """Whether this operation is to be proven reproducible before it is dropped."""

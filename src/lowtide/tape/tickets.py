@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.errors import RootChanged
 from lowtide.tape.buffers import HELD, Buffer, Layout, alias, hold, layout_of, place
-from lowtide.tape.recipes import rebuild
+from lowtide.tape.replay import rebuild
 
 
 Kept = tuple[Tensor, int | None]

@@ -1,0 +1,217 @@
+"""Replay: run the recorded operations that lead to a dropped buffer, and nothing else.
+
+    kept ─▶ a ─▶ b ─▶ c (asked for)          run in recorded order: a, b, c
+                 └──▶ ticket                 b is cached: a ticket still needs it; a goes when b has been made
+
+What a replay makes is cached as long as another ticket or recipe can use it, by reference counting alone.
+
+Deep chains need more than one level: then what a replay passes through is dropped again, except a staircase of
+levels towards the target. A result of level n stays if nothing of a lower level lies between it and the target:
+
+    level      1 . . . 3 . . . 2 . . . 3 . 4 T
+    cached     x               x       x   x x         the rest is made again when it is asked for
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.errors import ReplayMismatch
+from lowtide.tape.buffers import Buffer, clone_storage, place
+from lowtide.tape.recipes import FullRecipe, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Operators are replayed exactly as they were recorded: below autograd, autocast and version counting.
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+for _name in dir(torch._C.DispatchKey):
+    if _name.startswith("Autocast") or (_name.startswith("Autograd") and "Functionality" not in _name):
+        _BELOW = _BELOW | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+
+
+class TapeMode(TorchDispatchMode):
+    """A dispatch mode that writes a tape, and can be told to look away while operations are replayed."""
+
+    paused = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that torch would add costs as much as the mode itself
+
+
+def _pause(step: int) -> None:
+    for index in range(torch._C._len_torch_dispatch_stack()):
+        mode = torch._C._get_dispatch_stack_at(index)
+        if isinstance(mode, TapeMode):
+            mode.paused += step
+
+
+_lock = threading.RLock()
+
+
+def rebuild(buffer: Buffer) -> Tensor:
+    """The contents of ``buffer``: as they are, or made again from what is still there."""
+    if buffer.recipe is None:
+        return buffer.contents()
+    with _lock:
+        if buffer.recipe is None:  # another thread was faster
+            return buffer.contents()
+        guard = torch._C._ExcludeDispatchKeyGuard(_BELOW)
+        grad = torch.is_grad_enabled()
+        recording = torch._C._len_torch_dispatch_stack() > 0
+        if recording:
+            _pause(1)
+        try:
+            for step in _plan(buffer):
+                if step.recipe.grad is not torch.is_grad_enabled():
+                    torch._C._set_grad_enabled(step.recipe.grad)
+                _follow(step)
+        finally:
+            if recording:
+                _pause(-1)
+            torch._C._set_grad_enabled(grad)
+            del guard
+    return buffer.contents()
+
+
+class Step:
+    """One recipe to run; ``target`` is one of its results."""
+
+    __slots__ = ("again", "last", "recipe", "target", "wanted")
+
+    def __init__(self, target: Buffer, recipe: Recipe) -> None:
+        self.target = target
+        self.recipe = recipe
+        self.again = False  # its results are dropped again after use, so the recipe is not forgotten
+        self.wanted: set[int] = set()  # ids of those results that a later step reads
+        self.last: list[Buffer] = []  # passed results that no later step reads
+
+
+def _plan(buffer: Buffer) -> Iterable[Step]:
+    """The recipes that lead to ``buffer``, in the order in which they were recorded.
+
+    Iterative: a chain may be as long as the program.
+    """
+    recipe = buffer.recipe
+    assert recipe is not None
+    missing = [read for _, read, _ in recipe.reads if read.recipe is not None]
+    if not missing:
+        return (Step(buffer, recipe),)
+    found = {recipe.order: Step(buffer, recipe)}
+    deep = 0
+    while missing:
+        target = missing.pop()
+        recipe = target.recipe
+        if recipe is None or recipe.order in found:
+            continue
+        found[recipe.order] = Step(target, recipe)
+        deep = max(deep, recipe.level)
+        missing += [read for _, read, _ in recipe.reads if read.recipe is not None]
+    steps = _Draining(found[order] for order in sorted(found))
+    if deep:
+        _build_staircase(steps)
+    return steps
+
+
+def _build_staircase(steps: list[Step]) -> None:
+    """Mark what is dropped again, and after which step each of it has been read for the last time."""
+    lowest = steps[-1].recipe.level
+    passed: dict[int, Step] = {}
+    for step in reversed(steps[:-1]):
+        step.again = step.recipe.level > lowest
+        lowest = min(lowest, step.recipe.level)
+        if step.again:
+            passed[step.recipe.order] = step
+    seen: set[int] = set()
+    for step in reversed(steps):
+        for _, read, _ in step.recipe.reads:
+            maker = passed.get(read.recipe.order) if read.recipe is not None else None
+            if maker is not None:
+                maker.wanted.add(id(read))
+                if id(read) not in seen:
+                    seen.add(id(read))
+                    step.last.append(read)
+
+
+class _Draining(list[Any]):
+    """A list that lets go of its items as it is iterated: a recipe that is done must not hold its inputs."""
+
+    def __iter__(self) -> Any:
+        self.reverse()
+        while self:
+            yield self.pop()
+
+
+def _follow(step: Step) -> None:
+    """Run one recipe and give its results to the buffers that are still wanted."""
+    target, recipe = step.target, step.recipe
+    if type(recipe) is FullRecipe:
+        _follow_full(step, recipe)
+    else:
+        inputs = [place(read.contents(), layout) for _, read, layout in recipe.reads]
+        _fill(target, recipe.run(inputs), step)
+    for read in step.last:
+        if read.recipe is not None:
+            read.value = None
+
+
+def _follow_full(step: Step, recipe: FullRecipe) -> None:
+    bases: dict[int, Tensor] = {}
+    if recipe.written:
+        for _, read, _ in recipe.reads:
+            alone = recipe.written.get(id(read))
+            if alone is not None and id(read) not in bases:
+                bases[id(read)] = _base(read, alone, step.again)
+    inputs = [
+        place(bases[id(read)] if id(read) in bases else read.contents(), layout) for _, read, layout in recipe.reads
+    ]
+    result = recipe.run(inputs)
+    del inputs
+    if not recipe.outs and not recipe.made:
+        _fill(step.target, result, step)
+    for which, ref in recipe.outs:
+        _fill(ref(), result[which] if which >= 0 else result, step)
+    for old, ref in recipe.made:
+        _fill(ref(), bases[old], step)
+
+
+def _base(read: Buffer, alone: bool, again: bool) -> Tensor:
+    """The memory that an operation writes in place: a copy of the old version, or that itself if nobody else reads it."""
+    value = read.contents()
+    if not alone or read.version is not None or (again and read.recipe is None):
+        return clone_storage(value)
+    read.value = None
+    return value
+
+
+def _fill(buffer: Buffer | None, value: Tensor, step: Step) -> None:
+    if buffer is None or buffer.recipe is not step.recipe:
+        return
+    if buffer.rare is not None and buffer.rare.print is not None:
+        _compare(buffer, value, step.recipe)
+    if step.again:
+        if id(buffer) in step.wanted:
+            buffer.value = value
+        return
+    buffer.value = value
+    buffer.recipe = None
+
+
+def _compare(buffer: Buffer, value: Tensor, recipe: Recipe) -> None:
+    from lowtide.tape.proof import fingerprint
+
+    assert buffer.rare is not None
+    if fingerprint(value.untyped_storage()) != buffer.rare.print:
+        site = buffer.rare.site
+        site.home.distrust(recipe.op.key)
+        raise ReplayMismatch(
+            f"recomputing {recipe.op.name} gave other values than the forward pass did ({site.describe()}). It "
+            "depends on something that changed since, so gradients would have been wrong. Its results are kept "
+            "from now on: run the step again."
+        )
