@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lowtide.budget import budget_bytes
 from lowtide.errors import InfeasibleBudget
@@ -13,10 +14,13 @@ from lowtide.plan import Plan
 from lowtide.simulation import Timeline, simulate
 from lowtide.solvers.bounds import LowerBound
 from lowtide.solvers.chain import ChainSolver, Tables
+from lowtide.solvers.revolve import Revolve
 from lowtide.tape.policy import Op, Policy
 from lowtide.units import format_bytes
 
 Progress = Callable[[int, int], None]
+
+_DEEP = 16  # segments from which on more than one level is tried
 
 
 def solve(
@@ -67,113 +71,139 @@ def frontier(graph: StepGraph, *, points: int = 24, progress: Progress | None = 
     return Planner(graph, progress).frontier(points)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """Operations to recompute with their depths, what the judge says of them, and who proposed them."""
+
+    chosen: Mapping[int, int]
+    timeline: Timeline
+    solver: str
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes."""
+        return self.timeline.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Step seconds."""
+        return self.timeline.step_seconds
+
+
 class Planner:
     """Solves for many budgets on one graph; the menus are made once."""
 
     def __init__(self, graph: StepGraph, progress: Progress | None = None) -> None:
         self.graph = graph
         self.tables: Tables = ChainSolver().prepare(graph, progress)
-        self.plain = simulate(graph, frozenset(), trail=False)
-        self._bound: LowerBound | None = None
-        self._lowest: tuple[frozenset[int], Timeline] | None = None
+        self.plain = self._judge({}, "keep all")
 
     def solve(self, budget: int) -> Plan:
         """The fastest plan within ``budget`` bytes."""
-        if self.plain.peak_bytes <= budget:
-            return self.plan(frozenset(), self.plain, budget)
-        found = self._within(budget)
-        if found is None:
-            chosen, least = self.lowest()
-            if least.peak_bytes > budget:
-                raise InfeasibleBudget(self._too_small(budget, chosen))
-            found = chosen, least
-        return self.plan(*found, budget)
+        if self.plain.peak <= budget:
+            return self.plan(self.plain, budget)
+        fits = [c for c in (self._within(budget), self.lowest, *self.deep) if c is not None and c.peak <= budget]
+        if not fits:
+            raise InfeasibleBudget(self._too_small(budget))
+        return self.plan(min(fits, key=lambda c: c.seconds), budget)
 
     def frontier(self, points: int) -> list[Plan]:
         """The best plans at ``points`` budgets between the least peak and the peak of keeping everything."""
-        chosen, least = self.lowest()
-        low, high = least.peak_bytes, self.plain.peak_bytes
-        found = [(frozenset(), self.plain), (chosen, least)]
-        for n in range(1, points):
-            one = self._within(low + (high - low) * n // points)
-            if one is not None:
-                found.append(one)
-        found.sort(key=lambda item: (item[1].peak_bytes, item[1].step_seconds))
-        best: list[tuple[frozenset[int], Timeline]] = []
-        for item in found:
-            if not best or item[1].step_seconds < best[-1][1].step_seconds:
-                if best and best[-1][1].peak_bytes == item[1].peak_bytes:
-                    best.pop()
-                best.append(item)
-        return [self.plan(ops, timeline, timeline.peak_bytes) for ops, timeline in reversed(best)]
+        low, high = self.lowest.peak, self.plain.peak
+        budgets = (low + (high - low) * n // points for n in range(1, points))
+        found = [self.plain, self.lowest, *self.deep, *(c for c in map(self._within, budgets) if c is not None)]
+        best: list[Candidate] = []
+        for one in sorted(found, key=lambda c: (c.peak, c.seconds)):
+            if not best or one.seconds < best[-1].seconds:
+                best.append(one)
+        return [self.plan(one, one.peak) for one in reversed(best)]
 
-    def plan(self, chosen: frozenset[int], timeline: Timeline, budget: int) -> Plan:
-        """The plan that recomputes ``chosen``, with what it was predicted to cost and how good that is."""
+    def plan(self, found: Candidate, budget: int) -> Plan:
+        """``found`` as a plan, with what it was predicted to cost and how good that is."""
         graph = self.graph
-        least = graph.seconds + self.bound(budget)
-        gap = max(0.0, timeline.step_seconds / least - 1) if least > 0 else 0.0
+        least = graph.seconds + self.bound(budget, any_plan=any(found.chosen.values()))
+        gap = max(0.0, found.seconds / least - 1) if least > 0 else 0.0
         return Plan(
-            recompute=frozenset(graph.ops[i].site for i in chosen),
+            recompute=frozenset(graph.ops[i].site for i in found.chosen),
             fingerprint=graph.fingerprint,
             structure=graph.structure,
-            solver="chain" if chosen else "keep all",
+            solver=found.solver,
             budget_bytes=budget,
             hardware=graph.hardware,
-            prediction=replace(timeline.prediction, bound_seconds=least, gap=gap),
+            prediction=replace(found.timeline.prediction, bound_seconds=least, gap=gap),
+            depths=tuple(sorted((graph.ops[i].site, depth) for i, depth in found.chosen.items() if depth)),
         )
 
-    def bound(self, budget: int) -> float:
-        """No plan within ``budget`` recomputes for fewer seconds."""
-        if budget >= self.plain.peak_bytes:
+    def bound(self, budget: int, *, any_plan: bool = False) -> float:
+        """No plan within ``budget`` recomputes for fewer seconds; unless ``any_plan``, of those that keep what
+        segments hand on."""
+        if budget >= self.plain.peak:
             return 0.0
-        if self._bound is None:
-            self._bound = LowerBound(self.graph, self.tables.chain)
-        return self._bound.seconds(budget)
+        seconds = (self._any_bounds if any_plan else self._bounds).seconds(budget)
+        return seconds if seconds < float("inf") else 0.0
 
-    def lowest(self) -> tuple[frozenset[int], Timeline]:
-        """The choices with the least peak."""
-        if self._lowest is None:
-            low, high = self.tables.smallest(), float(self.plain.peak_bytes)
-            best = frozenset(), self.plain
-            for _ in range(12):
-                middle = (low + high) / 2 if self.tables.best(low) is None else low
-                chosen = self.tables.best(middle)
-                if chosen is None:
-                    low = middle
-                    continue
-                timeline = simulate(self.graph, chosen, trail=False)
-                if timeline.peak_bytes < best[1].peak_bytes:
-                    best = chosen, timeline
-                if middle == low:
-                    break
-                high = middle
-            self._lowest = best
-        return self._lowest
+    @cached_property
+    def _bounds(self) -> LowerBound:
+        return LowerBound(self.graph, self.tables.chain)
 
-    def _within(self, budget: int) -> tuple[frozenset[int], Timeline] | None:
+    @cached_property
+    def _any_bounds(self) -> LowerBound:
+        return LowerBound(self.graph, self.tables.chain, any_plan=True)
+
+    @cached_property
+    def lowest(self) -> Candidate:
+        """The candidate with the least peak."""
+        low, high = self.tables.smallest(), float(self.plain.peak)
+        best = min((self.plain, *self.deep), key=lambda c: c.peak)
+        for _ in range(12):
+            chosen = self.tables.best(low)
+            middle = low if chosen is not None else (low + high) / 2
+            chosen = chosen if chosen is not None else self.tables.best(middle)
+            if chosen is None:
+                low = middle
+                continue
+            best = min(best, self._judge(dict.fromkeys(chosen, 0), "chain"), key=lambda c: c.peak)
+            if middle == low:
+                break
+            high = middle
+        return best
+
+    @cached_property
+    def deep(self) -> tuple[Candidate, ...]:
+        """Candidates with more than one level, for chains long enough to need them."""
+        count = len(self.tables.chain.segments)
+        if count < _DEEP:
+            return ()
+        rooms = sorted({2, 3, 4, 6, 8, 12, count // 8, count // 4, count // 2, 3 * count // 4} & set(range(2, count)))
+        chosen = ((room, Revolve(room).solve(self.graph, self.tables.chain)) for room in rooms)
+        return tuple(self._judge(depths, f"revolve with {room} states") for room, depths in chosen)
+
+    def _judge(self, chosen: Mapping[int, int], solver: str) -> Candidate:
+        return Candidate(chosen, simulate(self.graph, chosen, trail=False), solver)
+
+    def _within(self, budget: int) -> Candidate | None:
         """The programme's answer, tightened until the judge agrees, then loosened while it does."""
-        best: tuple[frozenset[int], Timeline] | None = None
+        best: Candidate | None = None
         target = float(budget)
         for _ in range(8):
             chosen = self.tables.best(target)
             if chosen is None:
                 break
-            timeline = simulate(self.graph, chosen, trail=False)
-            over = timeline.peak_bytes - budget
-            if over <= 0 and (best is None or timeline.step_seconds < best[1].step_seconds):
-                slack = -over
-                best = chosen, timeline
-                if slack < 0.002 * budget:
+            found = self._judge(dict.fromkeys(chosen, 0), "chain")
+            over = found.peak - budget
+            if over <= 0 and (best is None or found.seconds < best.seconds):
+                best = found
+                if -over < 0.002 * budget:
                     break
-                target += 0.8 * slack
+                target += 0.8 * -over
             elif best is not None:
                 break
             else:
                 target -= max(over, 1)
         return best
 
-    def _too_small(self, budget: int, chosen: frozenset[int]) -> str:
-        timeline = simulate(self.graph, chosen)
+    def _too_small(self, budget: int) -> str:
+        timeline = simulate(self.graph, self.lowest.chosen)
         graph = self.graph
         kinds: dict[str, int] = {"optimizer states": graph.optimizer_bytes}
         for storage in set(timeline.live_at_peak):

@@ -30,7 +30,9 @@ _MOMENTS = 8  # of each segment's backward
 class LowerBound:
     """The programme for one graph; answers any budget, hot-started from the last."""
 
-    def __init__(self, graph: StepGraph, chain: Chain) -> None:
+    def __init__(self, graph: StepGraph, chain: Chain, *, any_plan: bool = False) -> None:
+        """``any_plan``: bound plans that drop the boundaries too, more weakly."""
+        self.any_plan = any_plan
         self.graph = graph
         self.free = [i for i, op in graph.forward_ops() if any(graph.buffers[b].droppable for b in _results(graph, i))]
         self.column = {op: n for n, op in enumerate(self.free)}
@@ -57,7 +59,7 @@ class LowerBound:
         highs.changeColsCost(n, np.arange(n, 2 * n, dtype=np.int32), seconds)
         overwritten = {graph.buffers[old].maker for _, op in graph.forward_ops() for old, _ in op.writes}
         for column, op in enumerate(self.free):
-            if op in self.chain.boundaries:
+            if op in self.chain.boundaries and not self.any_plan:
                 highs.changeColBounds(column, 1.0, 1.0)
             elif op in overwritten:
                 highs.changeColBounds(column, 0.0, 0.0)
@@ -94,7 +96,7 @@ class LowerBound:
         moments = {chain.seal}
         for rows in most.values():
             moments |= {event for _, event in sorted(rows)[-_MOMENTS:]}
-        unsaved = self._unsaved(reached)
+        unsaved = [] if self.any_plan else self._unsaved(reached)
         walk = _Walk(graph)
         for event, (kind, index) in enumerate(graph.events):
             walk.step(kind, index)

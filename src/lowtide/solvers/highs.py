@@ -16,9 +16,11 @@ _alone = threading.Lock()
 def silent() -> highspy.Highs:
     """A HiGHS instance that prints nothing and starts no threads, so that a process may fork after it."""
     with _alone, _stdout_closed():
-        solver = highspy.Highs()
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("parallel", "off")
+    solver.setOptionValue("threads", 1)
+    if solver.run() == highspy.HighsStatus.kError:
+        solver.setOptionValue("threads", 0)  # this process runs HiGHS with threads elsewhere: then all must
     return solver
 
 

@@ -93,7 +93,7 @@ def _small_cuts(graph: StepGraph, first: int, last: int) -> Iterable[int]:
             size = graph.storages[graph.buffers[read].storage].bytes
             for position in range(maker + 1, until + 1):
                 crossing[position - first] += size
-    parts = max(2, min(64, (last - first) // 30))
+    parts = max(2, min(400, (last - first) // 30))
     step = (last - first) / parts
     for part in range(1, parts):
         middle = first + round(part * step)
