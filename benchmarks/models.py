@@ -120,7 +120,7 @@ def resnet50() -> Workload:
 
     torch.manual_seed(0)
     model = ResNetForImageClassification(ResNetConfig()).train()
-    pictures, labels = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    pictures, labels = torch.randn(8, 3, 32, 32), torch.randint(model.config.num_labels, (8,))
 
     def forward() -> Tensor:
         return F.cross_entropy(model(pixel_values=pictures).logits, labels)

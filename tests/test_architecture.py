@@ -19,16 +19,23 @@ PACKAGE = ROOT / "src" / "lowtide"
 LONGEST_FILE_LINES = 400
 
 BASE = {"units", "errors"}
+SHOWN = {"reports", "memory_table", "plan_text", "explanation"}
+"""What shows a value; the value's own methods import it, when they are called."""
+VALUES = {"graph", "plan", "repetition", "simulation"}
 TORCH_FREE = {
     "errors": set(),
     "units": {"errors"},
     "hardware": BASE,
-    "graph": BASE,
-    "plan": BASE | {"graph"},
+    "repetition": BASE,
+    "graph": BASE | {"plan"} | SHOWN,  # plan for types alone
+    "plan": BASE | {"graph", "repetition"} | SHOWN,
+    "plan_text": BASE | VALUES,
+    "explanation": BASE | VALUES | SHOWN,
+    "memory_table": BASE | VALUES | SHOWN,
     "cost": BASE | {"graph", "plan", "hardware"},
-    "simulation": BASE | {"graph", "plan", "cost", "hardware"},
+    "simulation": BASE | {"graph", "plan", "cost", "hardware"} | SHOWN,
     "solvers": BASE | {"graph", "plan", "cost", "hardware", "simulation"},
-    "reports": BASE | {"graph", "plan", "cost", "hardware", "simulation"},
+    "reports": BASE | VALUES | SHOWN | {"cost", "hardware"},
 }
 """Part -> the parts of lowtide that it may import, besides itself. None of them imports torch."""
 
@@ -119,6 +126,13 @@ def test_a_part_imports_no_part_above_it(part: str, allowed: set[str]) -> None:
 def test_a_part_without_torch_imports_no_torch(part: str) -> None:
     wrong = [found for found in IMPORTS if found.importer == part and found.root in TORCH | FRAMEWORKS]
     assert not wrong, offenders(*wrong)
+
+
+@pytest.mark.parametrize("part", ["graph", "plan", "simulation"])
+def test_a_value_imports_what_shows_it_only_when_asked(part: str) -> None:
+    tree = ast.parse((PACKAGE / f"{part}.py").read_text(encoding="utf-8"))
+    at_once = [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)]
+    assert not {module.partition(".")[2].partition(".")[0] for module in at_once} & SHOWN
 
 
 def test_tracing_does_not_know_who_uses_it() -> None:

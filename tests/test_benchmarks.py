@@ -75,6 +75,16 @@ def test_the_tiny_model_has_about_250_forward_operations() -> None:
     assert 200 <= count_forward_ops(tiny_gpt()) <= 300
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [*host_cost.MODELS.values(), *engine.MODELS.values()])
+def test_every_model_takes_a_step(make: Callable[[], Workload]) -> None:
+    workload = make()
+    loss = workload.forward()
+    torch.autograd.backward(loss)
+    assert loss.isfinite()
+    assert [name for name, parameter in workload.model.named_parameters() if parameter.grad is None] == []
+
+
 def test_a_race_tells_exact_from_wrong_from_failed() -> None:
     wrong = Contender("wrong", replace_forward=lambda forward: lambda x: forward(x) * 1.00001)
     rows = race(tiny_gpt(), [PLAIN, wrong, Contender("broken", replace_forward=failing)], range(2), steps=1)

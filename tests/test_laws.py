@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import itertools
 import warnings
 import zlib
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from harness import Case, MakeContext, Observation, assert_same, observe
+from harness import Case, MakeContext, Observation, Program, assert_same, dirty_memory, observe
 from lowtide.errors import LowtideError, RecomputeWarning
 from zoo import CASES
 
@@ -61,9 +66,19 @@ def test_plain_step_equals_itself_with_backward_inside_or_after(case: Case) -> N
     assert_same(plainly(case), observe(case, contextlib.nullcontext, backward_inside=True))
 
 
-@pytest.mark.parametrize("backward_inside", [False, True], ids=["after", "inside"])
-@pytest.mark.parametrize("check", ["new", "never"])
-@pytest.mark.parametrize("policy", POLICIES)
+def combinations() -> list[Any]:
+    """Every policy with every check and both places of backward; the ones that tell least are marked slow."""
+    found = []
+    for policy, check, inside in itertools.product(POLICIES, ("new", "never"), (False, True)):
+        telling = (
+            policy == "recompute_all" or (policy == "lot_1" and inside) or (check, inside) == ("new", False)
+        )
+        name = f"{policy}-{check}-{'inside' if inside else 'after'}"
+        found.append(pytest.param(policy, check, inside, id=name, marks=() if telling else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("policy", "check", "backward_inside"), combinations())
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_step_is_exact(case: Case, policy: str, check: Any, backward_inside: bool) -> None:
     if case.needs_proof and check == "never":
@@ -84,3 +99,37 @@ def test_step_is_exact_in_segments(case: Case, size: int, check: Any) -> None:
 def test_proving_every_step_is_exact(case: Case) -> None:
     make = functools.partial(lowtide.record, lowtide.policies.recompute_all, check="always")
     assert_same_under(case, make, backward_inside=False)
+
+
+def batch_norm(checkpointed: bool, scale: float = 1.0) -> Case:
+    def build() -> Program:
+        model, x = nn.BatchNorm1d(4), torch.randn(6, 4, requires_grad=True)
+
+        def step() -> Tensor:
+            out = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            return (out * scale).sin().sum()
+
+        return Program(step, model=model, leaves={"x": x})
+
+    return Case("batch norm", build)
+
+
+def test_harness_names_the_buffer_that_moves_twice_under_torchs_checkpoint() -> None:
+    with pytest.raises(AssertionError, match=r"^step 1: buffer running_mean: 4 of 4 elements"):
+        assert_same(plainly(batch_norm(False)), observe(batch_norm(True), contextlib.nullcontext))
+
+
+def test_harness_notices_the_last_bit() -> None:
+    nearly_one = 1.0 + 2**-23
+    with pytest.raises(AssertionError, match=r"^step 1: gradient of weight: . of 4 elements"):
+        assert_same(
+            plainly(batch_norm(False)), observe(batch_norm(False, nearly_one), contextlib.nullcontext)
+        )
+
+
+def test_harness_sees_through_memory_that_was_freed() -> None:
+    array = torch.ones(48).numpy()
+    stale = torch.frombuffer((ctypes.c_char * 192).from_address(array.ctypes.data), dtype=torch.float32)
+    del array
+    squatters = dirty_memory()
+    assert stale.isnan().any(), f"{len(squatters)} blocks did not reach it"

@@ -1,6 +1,7 @@
 """lowtide fits a PyTorch training step into the memory you have, with the same results bit for bit."""
 
 from lowtide import errors, policies
+from lowtide.attachment import Handle, attach
 from lowtide.checkpointing import checkpoint, checkpoint_sequential
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan
@@ -12,10 +13,12 @@ from lowtide.tracing import rehearse, trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "Handle",
     "Plan",
     "Recording",
     "StepGraph",
     "Timeline",
+    "attach",
     "checkpoint",
     "checkpoint_sequential",
     "errors",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 __all__ = [
+    "AttachError",
     "GraphError",
     "InfeasibleBudget",
     "LowtideError",
+    "PlanMismatch",
     "PolicyError",
     "RecomputeWarning",
     "ReplayMismatch",
@@ -43,9 +45,17 @@ class UnknownHardware(LowtideError, ValueError):
     """A name, or a file of measured numbers, does not describe hardware that lowtide knows."""
 
 
+class PlanMismatch(LowtideError, ValueError):
+    """A plan was made for a model with other modules; the message names the first difference."""
+
+
 class RecomputeWarning(UserWarning):
     """Something was kept although the policy wanted it recomputed, because recomputing it is not safe."""
 
 
 class GraphError(LowtideError, ValueError):
     """A step cannot be traced, or a saved graph or plan cannot be read."""
+
+
+class AttachError(LowtideError, ValueError):
+    """A model cannot be attached: it is attached already, or it is not clear what to do with it."""

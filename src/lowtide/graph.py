@@ -16,9 +16,13 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import GraphError
+
+if TYPE_CHECKING:
+    from lowtide.memory_table import MemoryTable
+    from lowtide.plan import Plan
 
 SCHEMA = 1
 
@@ -117,7 +121,7 @@ class StepGraph:
     """Paths and classes of the model's modules."""
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
-    """Bytes of gradients that were there before the step."""
+    """Bytes of gradients that were there before the step and that it does not touch; others are storages."""
     hardware: str = ""
     measured: bool = False
     """Whether seconds were measured; otherwise they are a roofline's."""
@@ -151,6 +155,21 @@ class StepGraph:
     def forward_ops(self) -> Iterator[tuple[int, Operation]]:
         """The operations of the forward pass with their indices."""
         return ((i, op) for i, op in enumerate(self.ops) if not op.backward)
+
+    def memory_table(self, plan: Plan | None = None) -> MemoryTable:
+        """Say who holds what at the peak of the step under ``plan``, or of the plain step.
+
+        Example:
+            >>> print(graph.memory_table())  # doctest: +SKIP
+        """
+        from lowtide.memory_table import memory_table
+
+        return memory_table(self, plan)
+
+    def _repr_html_(self) -> str:
+        from lowtide.reports import html_of
+
+        return html_of(repr(self)) + self.memory_table()._repr_html_()
 
     def save(self, path: str | Path) -> None:
         """Write the graph as JSON."""

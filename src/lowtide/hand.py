@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan import Plan
@@ -22,10 +23,21 @@ def plan_of(graph: StepGraph, policy: Policy | Callable[[Op], bool]) -> Plan:
         recompute=frozenset(graph.ops[i].site for i in chosen),
         fingerprint=graph.fingerprint,
         structure=graph.structure,
-        solver=repr(policy),
+        solver=_name(policy),
         hardware=graph.hardware,
     )
-    return replace(plan, prediction=simulate(graph, plan, trail=False).prediction)
+    plain = simulate(graph, frozenset(), trail=False)
+    prediction = replace(
+        simulate(graph, plan, trail=False).prediction,
+        plain_seconds=plain.step_seconds,
+        plain_peak_bytes=plain.peak_bytes,
+    )
+    return replace(plan, prediction=prediction)
+
+
+def _name(policy: Policy | Callable[[Op], bool]) -> str:
+    """The same in every process, unlike a function's repr."""
+    return policy.__qualname__ if isinstance(policy, FunctionType) else repr(policy)
 
 
 def _keeps(graph: StepGraph, op: Operation, bound: Policy) -> bool:

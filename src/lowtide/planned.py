@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from lowtide.plan import Plan
+import torch
+
+from lowtide.plan import Plan, site_parts
 from lowtide.policies import keep_all
-from lowtide.tape.policy import Op, Policy
+from lowtide.tape.policy import Op, Policy, Structure
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class _Planned(Policy):
 
     def within(self, path: str) -> Policy:
         return self.inside.get(path, keep_all)
+
+    def bind(self, structure: Structure) -> Policy:
+        # A teacher under no_grad is another model, but nothing of it is recorded.
+        if torch.is_grad_enabled() and not _is_part(structure, self.plan.structure):
+            self.plan.check(structure)
+        return self
 
 
 @dataclass(frozen=True)
@@ -44,14 +53,30 @@ class _Inside(Policy):
         return None if name in self.names else True
 
 
+@lru_cache(maxsize=32)
 def policy_of(plan: Plan) -> Policy:
-    """The policy that obeys ``plan``."""
+    """The policy that obeys ``plan``.
+
+    Once a model runs under it that is not the one that the plan was made for, ``PlanMismatch`` is raised.
+    """
     deep = dict(plan.depths)
     sites: dict[str, dict[str, int]] = defaultdict(dict)
     for site in plan.recompute:
-        sites[site.partition("/")[0]][site] = deep.get(site, 0)
+        sites[site_parts(site)[0]][site] = deep.get(site, 0)
     inside = {path: _Inside(own, frozenset(_name(site) for site in own)) for path, own in sites.items()}
     return _Planned(plan, inside)
+
+
+def _is_part(structure: Structure, whole: Structure) -> bool:
+    """Whether this is a part of the plan's model, called by itself, or has no children, like a loss."""
+    if len(structure) <= 1:
+        return True
+    for at, (path, kind) in enumerate(whole):
+        if kind == structure[0][1] and path:
+            inside = (row for row in whole[at:] if row[0] == path or row[0].startswith(f"{path}."))
+            if tuple((inner[len(path) + 1 :], kind) for inner, kind in inside) == structure:
+                return True
+    return False
 
 
 def _name(site: str) -> str:

@@ -130,7 +130,13 @@ class Planner:
             solver=found.solver,
             budget_bytes=budget,
             hardware=graph.hardware,
-            prediction=replace(found.timeline.prediction, bound_seconds=least, gap=gap),
+            prediction=replace(
+                found.timeline.prediction,
+                bound_seconds=least,
+                gap=gap,
+                plain_seconds=self.plain.seconds,
+                plain_peak_bytes=self.plain.peak,
+            ),
             depths=tuple(sorted((graph.ops[i].site, depth) for i, depth in found.chosen.items() if depth)),
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lowtide.plan import Plan
 from lowtide.tape.ledger import Ledger, Report
 from lowtide.tape.operators import declare
 from lowtide.tape.policy import Op, Policy, as_policy
@@ -26,6 +27,30 @@ _local = threading.local()
 def active() -> Recorder | None:
     """The recorder of this thread, if one is recording."""
     return getattr(_local, "recorder", None)
+
+
+def begin(recorder: Recorder) -> None:
+    """Let ``recorder`` see this thread's modules, operations and saved tensors."""
+    push_hooks(recorder.pack, unpack)
+    try:
+        watch.start(recorder.enter_module, recorder.leave_module)
+        recorder.__enter__()
+    except BaseException:
+        watch.stop()
+        pop_hooks()
+        raise
+    _local.recorder = recorder
+
+
+def end(recorder: Recorder) -> None:
+    """Undo ``begin``."""
+    _local.recorder = None
+    try:
+        recorder.__exit__(None, None, None)
+    finally:
+        watch.stop()
+        pop_hooks()
+        recorder.seal()
 
 
 class Recording:
@@ -57,15 +82,7 @@ class Recording:
         recorder = Recorder(
             self.policy, self._home, self._ledger, check="always" if again else self.check, strict=self.strict
         )
-        push_hooks(recorder.pack, unpack)
-        try:
-            watch.start(recorder.enter_module, recorder.leave_module)
-            recorder.__enter__()
-        except BaseException:
-            watch.stop()
-            pop_hooks()
-            raise
-        _local.recorder = recorder
+        begin(recorder)
         self._open.append((recorder, None))
 
     def __exit__(self, *exc: object) -> None:
@@ -75,13 +92,7 @@ class Recording:
             if before is not None and outer is not None:
                 outer.use(before)
             return
-        _local.recorder = None
-        try:
-            recorder.__exit__(*exc)
-        finally:
-            watch.stop()
-            pop_hooks()
-            recorder.seal()
+        end(recorder)
 
     def report(self) -> Report:
         """What was kept against the policy so far, and why."""
@@ -89,7 +100,7 @@ class Recording:
 
 
 def record(
-    policy: Policy | Callable[[Op], bool] | None = None,
+    policy: Policy | Callable[[Op], bool] | Plan | None = None,
     *,
     strict: bool = False,
     check: Check = "new",
@@ -102,7 +113,7 @@ def record(
 
     Args:
         policy: a callable ``policy(op) -> bool``, True keeps the results of ``op``; see ``lowtide.policies``.
-            Default: recompute everything that can be recomputed.
+            Or a plan, from ``lowtide.solve``. Default: recompute everything that can be recomputed.
         strict: raise ``ReplayMismatch`` instead of warning when an operation is found not to be reproducible.
         check: ``"new"`` proves each operation of each module the first time it is dropped (it is run twice and
             compared bit for bit), ``"always"`` proves every operation, ``"never"`` none.
@@ -110,6 +121,7 @@ def record(
 
     Raises:
         TypeError: ``policy`` is not callable.
+        PlanMismatch: when the model runs, if the plan was made for a model with other modules.
         ValueError: ``check`` is not one of the three words.
         ReplayMismatch: under ``strict``, or in backward when a recomputed value differs from the first one.
         RootChanged: in backward, when something a recomputation reads was modified in place in between.
@@ -127,6 +139,10 @@ def record(
         from lowtide.policies import recompute_all
 
         policy = recompute_all
+    elif isinstance(policy, Plan):
+        from lowtide.planned import policy_of
+
+        policy = policy_of(policy)
     return Recording(as_policy(policy), strict=strict, check=check, check_every=check_every)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from lowtide.graph import Event, StepGraph
 from lowtide.plan import Plan, Prediction
-from lowtide.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,14 @@ class Timeline:
         return Prediction(self.peak_bytes, self.step_seconds, self.recompute_seconds, self.extra_flops)
 
     def __str__(self) -> str:
-        return (
-            f"peak {format_bytes(self.peak_bytes)} {self.peak_where}, step {format_seconds(self.step_seconds)}, "
-            f"of which recomputation {format_seconds(self.recompute_seconds)} ({self.replayed} operations)"
-        )
+        from lowtide.reports import timeline_text
+
+        return timeline_text(self)
+
+    def _repr_html_(self) -> str:
+        from lowtide.reports import html_of
+
+        return html_of(str(self))
 
 
 def simulate(

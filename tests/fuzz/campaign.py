@@ -41,7 +41,7 @@ def draw_setting(seed: int) -> Setting:
     share = rng.choice([0.0, 0.0, 0.25, 0.5, 0.75])
     check: Any = rng.choice(["new", "never", "always", "never"])
     every = rng.choice([0, 0, 2]) if check == "new" else 0
-    return Setting(Decisions(seed, share), check, every, rng.random() < 0.5)
+    return Setting(Decisions(seed, share), check, every, rng.random() < 0.5, rng.random() < 0.3)
 
 
 def search(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import random
@@ -15,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from .observing import NAMES
-from .programs import RECORD, Conduct, Instruction, Program, blocks
+from .programs import RECORD, Conduct, Instruction, Program, Setting, blocks
+from .recorders import plain_recorder
 from .rules import KINDS, RULES, SOURCES, Draw, NoChoice, Rule
 from .support import weigh
 
 SCOPES = {
     'torch.autocast("cpu", dtype=torch.bfloat16)': 3.0,
     'torch.autocast("cpu", enabled=False)': 0.7,
+    RECORD: 0.5,  # a recording within a recording
     "torch.no_grad()": 2.5,
     "torch.enable_grad()": 1.0,
     "torch.inference_mode()": 0.2,
@@ -31,6 +32,9 @@ SCOPES = {
     "torch.autograd.set_multithreading_enabled(False)": 0.2,
 }
 RECKLESS = 0.1  # share of programs that write in place wherever they like
+INNERMOST = ("torch.autograd.graph.save", "torch.inference_mode")
+"""Scopes that are not put around a recording: of saved-tensor hooks only the innermost count."""
+
 MOST_NUMBERS = 160
 LARGEST = 100.0
 KIND_WEIGHTS = {
@@ -98,7 +102,7 @@ class Workbench:
             "gen": torch.Generator().manual_seed(7),
             "total": 0.0,
         }
-        self.names["record"] = contextlib.nullcontext
+        self.names["record"] = plain_recorder(Setting())
 
     def execute(self, instruction: Instruction) -> None:
         """Run one instruction within its scopes."""
@@ -139,7 +143,7 @@ class Workbench:
         self.tally.tried += 1
         try:
             instruction = self.draw(rule, scopes)
-        except NoChoice:
+        except (NoChoice, RuntimeError):  # some views refuse even to be looked at
             self.tally.tried -= 1
             return False
         before = self.names.copy(), self.alive
@@ -178,8 +182,15 @@ def next_scopes(rng: random.Random, scopes: tuple[str, ...]) -> tuple[str, ...]:
     if scopes and rng.random() < 0.3:
         return scopes[:-1]
     if len(scopes) < 3 and rng.random() < 0.07:
-        return (*scopes, rng.choices(list(SCOPES), list(SCOPES.values()))[0])
+        scope = rng.choices(list(SCOPES), list(SCOPES.values()))[0]
+        if not (scope == RECORD and innermost(scopes)):
+            return (*scopes, scope)
     return scopes
+
+
+def innermost(scopes: tuple[str, ...]) -> bool:
+    """Say whether a scope is among these that no recording may lie in."""
+    return any(scope.startswith(INNERMOST) for scope in scopes)
 
 
 def recorded_stretch(rng: random.Random, length: int) -> set[int]:
@@ -208,7 +219,8 @@ def draw_body(bench: Workbench, length: int) -> None:
             return
         scopes = next_scopes(bench.rng, scopes)
         record = (RECORD,) if len(bench.body) in recorded else ()
-        bench.add(choose_rule(bench.rng), (*record, *scopes) if within else (*scopes, *record), bench.body)
+        around = not within and not innermost(scopes)
+        bench.add(choose_rule(bench.rng), (*scopes, *record) if around else (*record, *scopes), bench.body)
 
 
 def draw_conduct(rng: random.Random) -> Conduct:

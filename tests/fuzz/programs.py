@@ -99,6 +99,7 @@ class Setting:
     check: Literal["new", "never", "always"] = "never"
     check_every: int = 0
     one_recording: bool = False
+    strict: bool = False
 
 
 def indent(lines: list[str]) -> list[str]:

@@ -36,9 +36,15 @@ class Policy:
 class Recorder:
     """Make the contexts one program runs in; afterwards `policy` and `kept` tell what happened."""
 
-    def __init__(self, setting: Setting, make: Callable[[Policy], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        make: Callable[[Policy], AbstractContextManager[Any]],
+        checkpoint: Callable[..., Any] | None = None,
+    ) -> None:
         self.policy = Policy(setting.decisions)
         self._make = make
+        self._checkpoint = checkpoint
         self._shared = make(self.policy) if setting.one_recording else None
         self.recordings: list[Any] = []
 
@@ -47,6 +53,10 @@ class Recorder:
         if recording not in self.recordings:
             self.recordings.append(recording)
         return recording
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function, as a checkpointed region where the recorder knows such."""
+        return self._checkpoint(function, *args) if self._checkpoint else function(*args)
 
     def kept(self) -> Counter[str]:
         """Count, as "op: reason", what was kept against the policy."""
@@ -105,7 +115,10 @@ def lowtide_recorder(setting: Setting) -> Recorder:
     from .support import Declared
 
     lowtide.recomputable(Declared)
-    return Recorder(
-        setting,
-        lambda policy: lowtide.record(policy=policy, check=setting.check, check_every=setting.check_every),
-    )
+
+    def make(policy: Policy) -> AbstractContextManager[Any]:
+        return lowtide.record(
+            policy=policy, strict=setting.strict, check=setting.check, check_every=setting.check_every
+        )
+
+    return Recorder(setting, make, lowtide.checkpoint)

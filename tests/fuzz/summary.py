@@ -12,6 +12,7 @@ from .rules import KINDS
 OUTCOMES = {
     "agrees": "agree",
     "refused": "refused by lowtide alone",
+    "torch": "changed by any dispatch mode",
     "fails": "fail",
     "discarded": "discarded",
 }

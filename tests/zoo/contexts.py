@@ -16,6 +16,7 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,14 +40,15 @@ def _stack() -> Program:
 
 
 class Counting(TorchDispatchMode):
-    """Count the operators that are called."""
+    """Count the operators that are called, without the detach by which torch itself saves for backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
+        if func is not torch.ops.aten.detach.default:
+            self.counts[str(func)] = self.counts.get(str(func), 0) + 1
         return func(*args, **(kwargs or {}))
 
 
@@ -349,3 +351,33 @@ def hooks_object_saved_by_hand() -> Program:
         return weigh(y.exp() * h)
 
     return Program(step, leaves={"x": x})
+
+
+@ZOO.program()
+def inference_tensor_as_input() -> Program:
+    x = randn(6, 8)
+    with torch.inference_mode():
+        shift = torch.randn(6, 8)
+    return Program(lambda: weigh((prepare(x) + shift).sin().exp()), leaves={"x": x})
+
+
+@ZOO.program()
+def symbolic_graph() -> Program:
+    graph = torch.fx.symbolic_trace(nn.Sequential(Mlp(), nn.BatchNorm1d(8), Mlp()))
+    x = randn(6, 8)
+    return Program(lambda: weigh(graph(prepare(x)).exp()), model=graph, leaves={"x": x})
+
+
+@ZOO.program()
+def higher_order_operator() -> Program:
+    q, bias = randn(2, 2, 8, 16), randn(2)
+
+    def step() -> Tensor:
+        h = prepare(q)
+        seen = h.detach()  # on CPU it has no backward
+        out = flex_attention(
+            seen, seen.sin(), seen.cos(), score_mod=lambda score, b, head, i, j: score + i - j
+        )
+        return weigh((out * h).exp() * bias[:, None, None].sin())
+
+    return Program(step, leaves={"q": q, "bias": bias})

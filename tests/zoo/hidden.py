@@ -255,6 +255,36 @@ class TwoOutputs(Function):
         return gradient * noise * scale, (gradient * noise * x).sum(0)
 
 
+class Reversible(Function):
+    """Save nothing but the output; rebuild the input in backward and differentiate there."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        left = left + (right @ weight).tanh()
+        right = right + left.sin()
+        ctx.save_for_backward(left, right, weight)
+        return left, right
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        left, right, weight = ctx.saved_tensors
+        with torch.no_grad():
+            right = right - left.sin()
+            left = left - (right @ weight).tanh()
+        with torch.enable_grad():
+            before = [tensor.detach().requires_grad_() for tensor in (left, right, weight)]
+            middle = before[0] + (before[1] @ before[2]).tanh()
+            return torch.autograd.grad((middle, before[1] + middle.sin()), before, gradients)
+
+
+def _reversed(x: Tensor, w: Tensor) -> Tensor:
+    left, right = x.exp().tanh().chunk(2, 1)
+    for _ in range(3):
+        left, right = Reversible.apply(left, right, w.sin())
+    return left * right.exp()
+
+
+ZOO.flow("function_reversible", lambda x, w: _reversed(x, w), x=(6, 8), w=(4, 4))
 ZOO.flow("function_saving_all_kinds", lambda x: Doubling.apply(x.sin(), 1.5).tanh() * x)
 ZOO.flow("function_twice", lambda x: Doubling.apply(Doubling.apply(x.sin(), 0.5).sin(), 0.7).tanh())
 ZOO.flow("function_on_context", lambda x: OnContext.apply(x.exp()).sin() * x.exp())

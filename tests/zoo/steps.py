@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -193,3 +194,50 @@ def exception_caught_by_the_model() -> Program:
         return h
 
     return Program(lambda: weigh(call()), model=model, leaves={"x": x})
+
+
+@ZOO.program()
+def optimizer_steps_inside() -> Program:
+    model, x = Stack(), randn(6, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> Tensor:
+        for _ in range(2):
+            weigh(model(prepare(x))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weigh(model(prepare(x)))
+
+    return Program(step, model=model, leaves={"x": x}, python_state=lambda: optimizer.state_dict()["state"])
+
+
+@ZOO.program()
+def teacher_deep_copied_inside() -> Program:
+    model, x, teachers = Stack(), randn(6, 8), list[Stack]()
+
+    def step() -> Tensor:
+        h = model(prepare(x))
+        teachers.append(copy.deepcopy(model))
+        return weigh([h, teachers[0](prepare(x)).detach() * h.sin(), teachers[-1](h)])
+
+    return Program(step, model=model, leaves={"x": x})
+
+
+class Tree(nn.Module):
+    """Call itself on both halves of its input, down to single rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join, self.leaf = nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            return self.leaf(x).tanh()
+        middle = len(x) // 2
+        return self.join(torch.cat([self(x[:middle]), self(x[middle:])], dim=1)).sin().exp()
+
+
+@ZOO.program()
+def module_calling_itself() -> Program:
+    return stepping(Tree())

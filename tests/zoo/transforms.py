@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import (
     functional_call,
+    functionalize,
     grad,
     grad_and_value,
     hessian,
@@ -48,6 +49,7 @@ ZOO.flow(
     lambda x: jacrev(lambda y: y.exp().sum(1))(x).sin() + jacfwd(lambda y: y.sin().sum(1))(x),
 )
 ZOO.flow("func_hessian", lambda x: hessian(_energy)(x[0, :3].exp()).sin() * x.sum())
+ZOO.flow("func_functionalize", lambda x: functionalize(lambda y: y.mul(2).add_(1).sin_() * y)(x).tanh())
 ZOO.flow("inner_gradient", lambda x: _force(x, create_graph=False).exp() * x)
 ZOO.flow("double_backward", lambda x: _force(x, create_graph=True).pow(2).sum() + x.sin().exp())
 ZOO.flow("double_backward_of_matmul", lambda x, w: _matmul_force(x, w), x=(6, 8), w=(8, 8))

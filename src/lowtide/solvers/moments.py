@@ -20,7 +20,6 @@ decisions that are whole numbers it is what ``simulate`` counts. It knows plans 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lowtide.graph import Event, StepGraph
@@ -142,6 +141,11 @@ class State:
     asked: tuple[int, ...]
     """Buffers that backward asked for while the program no longer had them, in that order."""
 
+    def asks(self, graph: StepGraph, buffer: int) -> bool:
+        """Whether backward, unpacking ``buffer`` now, does not find it with the program."""
+        storage = graph.buffers[buffer].storage
+        return storage not in self.user or self.current[storage] != buffer
+
 
 def state_before(graph: StepGraph, event: int) -> State:
     """What is there before ``event``."""
@@ -161,8 +165,9 @@ def state_before(graph: StepGraph, event: int) -> State:
             saves[index] = graph.saves[index]
             ever.add(graph.saves[index])
         elif kind == Event.UNPACK:
-            if _asks(graph, user, current, graph.saves[index]):
-                asked.append(graph.saves[index])
+            b = graph.saves[index]
+            if graph.buffers[b].storage not in user or current[graph.buffers[b].storage] != b:
+                asked.append(b)
         elif kind == Event.RELEASE:
             saves.pop(index, None)
         elif kind == Event.FREE:
@@ -174,12 +179,6 @@ def state_before(graph: StepGraph, event: int) -> State:
     )
 
 
-def _asks(graph: StepGraph, user: Collection[int], current: dict[int, int], buffer: int) -> bool:
-    """Whether backward, unpacking ``buffer``, does not find it with the program."""
-    storage = graph.buffers[buffer].storage
-    return storage not in user or current[storage] != buffer
-
-
 class Moments:
     """The rows of all moments that were asked for."""
 
@@ -189,7 +188,7 @@ class Moments:
         self.rows, self.kept = decisions.start()
         self.done: dict[int, dict[int, int]] = {}  # how many results were asked for: columns of done_i
         self.asked = state_before(self.graph, len(self.graph.events)).asked
-        self.again = self._done(len(self.asked))
+        self.again = self.done_after(len(self.asked))
         """Columns of "it is run again in the course of the step", by operation."""
 
     def forget(self, rows: int, columns: int) -> None:
@@ -201,10 +200,10 @@ class Moments:
         """Bytes in the course of ``event``, while ``running`` is run again for it: a constant and terms."""
         graph = self.graph
         state = state_before(graph, event)
-        before = after = self._done(len(state.asked))
+        before = after = self.done_after(len(state.asked))
         kind, index = graph.events[event]
-        if kind == Event.UNPACK and _asks(graph, state.user, state.current, graph.saves[index]):
-            after = self._done(len(state.asked) + 1)
+        if kind == Event.UNPACK and state.asks(graph, graph.saves[index]):
+            after = self.done_after(len(state.asked) + 1)
         done = {i: c for i, c in before.items() if i >= running}
         done |= {i: c for i, c in after.items() if i < running}
         alive = self._alive(state, done)
@@ -218,7 +217,7 @@ class Moments:
             terms |= self._running(state, running, before, after)
         return constant, terms
 
-    def _done(self, asked: int) -> dict[int, int]:
+    def done_after(self, asked: int) -> dict[int, int]:
         """Columns of "it was run again for the first ``asked`` results", for the operations that can be."""
         if asked in self.done:
             return self.done[asked]

@@ -104,7 +104,7 @@ def _depth(recorder: Recorder, op: Operator, targets: dict[int, Target]) -> int:
     if decision is None:
         depth = recorder.depth(op, nth, [target.tensor for target in targets.values()])
     else:
-        depth = -1 if decision else 0
+        depth = -1 if decision else recorder.base_depth
     if depth < 0:
         return depth
     reason = op.keep or ("found not to be reproducible" if op.key in home.distrusted else None)

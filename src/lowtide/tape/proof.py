@@ -82,7 +82,7 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, nth: int) -> A
     drew = drawn(args, kwargs) if op.random else None
     out = op.func(*args, **kwargs)
     results = results_of(out)
-    depth = recorder.depth(op, nth, results) if nth >= 0 else 0
+    depth = recorder.depth(op, nth, results) if nth >= 0 else recorder.base_depth
     if depth < 0:
         return out
     _pend(recorder, op)

@@ -68,6 +68,7 @@ class Recorder(TapeMode):
         self.calls: dict[int, int] = {}
         self.tree: Any = None
         self.paused = 0
+        self.base_depth = 0  # of what the policy recomputes without being asked
         self._stand_in(self.frame)
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -93,7 +94,7 @@ class Recorder(TapeMode):
             return proof.run(self, op, args, kwargs or _NONE, nth)
         drew = drawn(args, kwargs or _NONE) if op.random else None
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
-        depth = self.depth(op, nth, results_of(out)) if nth >= 0 else 0
+        depth = self.depth(op, nth, results_of(out)) if nth >= 0 else self.base_depth
         if depth >= 0:
             self.drop(op, args, kwargs, out, drew, depth)
         return out

@@ -56,7 +56,7 @@ def share_counter(one: Tensor, other: Tensor) -> bool:
 class Ticket:
     """A saved tensor that was dropped: which buffer, which view of it."""
 
-    __slots__ = ("buffer", "layout", "save")
+    __slots__ = ("__weakref__", "buffer", "layout", "save")
 
     def __init__(self, buffer: Buffer, layout: Layout, save: Save) -> None:
         self.buffer = buffer

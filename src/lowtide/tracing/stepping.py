@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from lowtide.errors import GraphError
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan
+from lowtide.recording import begin, end
 from lowtide.tape import randomness
-from lowtide.tape.sites import structure_of, watch
-from lowtide.tape.tickets import unpack
-from lowtide.tape.transforms import pop_hooks, push_hooks
+from lowtide.tape.sites import structure_of
 from lowtide.tracing.counting import LiveBytes, distinct_bytes
 from lowtide.tracing.tracer import Tracer
 
@@ -62,7 +61,8 @@ def trace(
             with _untouched(model):
                 existing = _gradients(model)
                 _run(tracer, step)
-                rows = _label(tracer, model)
+                unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
+                graph = graph_of(tracer, model, optimizer, gradient_bytes=unseen)
     except _FAKE_ERRORS as error:
         if not fake:
             raise
@@ -70,15 +70,21 @@ def trace(
             f"fake tensors cannot follow this step: {error}. It looks at values (item(), a branch on data, nonzero). "
             "Trace it for real with fake=False, on a small batch if memory is short."
         ) from error
-    graph = StepGraph(
-        **rows,
+    return with_costs(graph, hardware) if tracer.repeats == 0 else graph
+
+
+def graph_of(
+    tracer: Tracer, model: nn.Module | None, optimizer: torch.optim.Optimizer | str | None, *, gradient_bytes: int
+) -> StepGraph:
+    """What ``tracer`` saw as a graph."""
+    return StepGraph(
+        **_label(tracer, model),
         structure=_structure(model),
         optimizer_bytes=_optimizer_bytes(optimizer, model),
-        gradient_bytes=existing,
+        gradient_bytes=gradient_bytes,
         measured=tracer.repeats > 0,
         torch_version=torch.__version__,
     )
-    return with_costs(graph, hardware) if tracer.repeats == 0 else graph
 
 
 _FAKE_ERRORS = (
@@ -123,19 +129,16 @@ def _run(tracer: Tracer, step: Step) -> None:
     """Forward and backward under ``tracer``."""
     collecting = gc.isenabled()
     gc.disable()  # lifetimes are by reference counting alone
-    push_hooks(tracer.pack, unpack)
     try:
-        watch.start(tracer.enter_module, tracer.leave_module)
+        begin(tracer)
         try:
-            with tracer:
-                loss = _loss(step)
-                tracer.seal()
-                loss.backward()
-                del loss
+            loss = _loss(step)
         finally:
-            watch.stop()
+            end(tracer)
+        with tracer:
+            loss.backward()
+            del loss
     finally:
-        pop_hooks()
         if collecting:
             gc.enable()
 
@@ -174,8 +177,8 @@ def _untouched(model: nn.Module | None) -> Iterator[None]:
                 buffer.copy_(content)
 
 
-def _gradients(model: nn.Module | None) -> int:
-    return 0 if model is None else distinct_bytes(p.grad for p in model.parameters() if p.grad is not None)
+def _gradients(model: nn.Module | None) -> list[Tensor]:
+    return [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def _label(tracer: Tracer, model: nn.Module | None) -> dict[str, Any]:

@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import Buffer, Call, Event, Operation, Storage
-from lowtide.policies import recompute_all
+from lowtide.policies import recompute_all, repeated_blocks
 from lowtide.tape import proof, randomness
 from lowtide.tape.buffers import MADE, clone_storage
 from lowtide.tape.ledger import Ledger
 from lowtide.tape.operators import Operator, operator, tensors_at
 from lowtide.tape.recorder import Recorder, _plain, drawn, results_of, tensors_in
-from lowtide.tape.sites import Home
+from lowtide.tape.sites import Home, structure_of
 from lowtide.tape.tickets import unpack
 
 _TRACED = "_lowtide_traced"
+_INSIDE = 64  # depth of what is inside a block; block outputs have lower ones
 
 
 class TracedSave:
@@ -58,9 +59,14 @@ class TracedSave:
 class Tracer(Recorder):
     """Records one step and writes down its operations, buffers and events."""
 
-    def __init__(self, repeats: int) -> None:
-        super().__init__(recompute_all, Home("", None), Ledger(), check="never", strict=False)
+    def __init__(
+        self, repeats: int, *, home: Home | None = None, ledger: Ledger | None = None, check: str = "never"
+    ) -> None:
+        super().__init__(recompute_all, home or Home("", None), ledger or Ledger(), check=check, strict=False)
         self.repeats = repeats
+        self.blocks: frozenset[str] = frozenset()
+        self.passed = 0
+        self.outstanding = 0
         self.ops: list[Operation] = []
         self.buffers: list[list[Any]] = []  # storage, maker, droppable
         self.storages: list[list[Any]] = []  # bytes, kind, owner
@@ -204,14 +210,19 @@ class Tracer(Recorder):
         self.saves.append(save.buffer)
         self.save_modules.append(self.frame.home.path)
         self.events.append((Event.SAVE, save.index))
+        self.outstanding += 1
         self._refs[weakref.ref(save, self._released)] = save.index
         return save
 
     def _released(self, ref: weakref.ref[Any]) -> None:
         self.events.append((Event.RELEASE, self._refs.pop(ref)))
+        self.outstanding -= 1
 
     def enter_module(self, module: torch.nn.Module) -> None:
         super().enter_module(module)
+        if len(self.frames) == 1:
+            self.blocks = frozenset(repeated_blocks(structure_of(module)))
+            self.base_depth = _INSIDE if self.blocks else 0
         self.starts.append(len(self.ops))
 
     def leave_module(self, module: torch.nn.Module, output: Any) -> None:
@@ -219,8 +230,19 @@ class Tracer(Recorder):
             outputs = [t for t in tensors_in(output) if _has_memory(t) and type(t) in _plain]
             buffers = tuple(dict.fromkeys(self.buffer_of(t) for t in outputs))
             home, call = self.frame.home, self.frame.call
+            if home.path in self.blocks:
+                self._step_stairs(outputs)
             self.module_calls.append(Call(home.path, call, self.starts.pop(), len(self.ops), buffers))
         super().leave_module(module, output)
+
+    def _step_stairs(self, outputs: list[Tensor]) -> None:
+        """Give the outputs of a repeated block a depth, so that replays leave a staircase of blocks and no more."""
+        self.passed += 1
+        twos = (self.passed & -self.passed).bit_length()  # 1, 2, 1, 3, 1, 2, 1, 4, ...
+        for tensor in outputs:
+            buffer = getattr(tensor.untyped_storage(), MADE, None)
+            if buffer is not None and buffer.recipe is not None:
+                buffer.recipe.level = _INSIDE - twos
 
     def seal(self) -> None:
         if not self.sealed:

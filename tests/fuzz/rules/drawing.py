@@ -229,3 +229,9 @@ def among(*choices: Constant) -> Part:
 def shape_of(d: Draw, first: Any) -> Constant:
     """Write the first operand's shape, as a tuple."""
     return repr(tuple(first.shape))
+
+
+def called(d: Draw) -> Choice:
+    """Draw a module and a tensor that it takes."""
+    m = d.pick(module)
+    return (m, d.pick(lambda t: single(t) and d[m].accepts(t))), ()

@@ -16,9 +16,9 @@ from .drawing import (
     among,
     axis,
     both,
+    called,
     dims,
     full,
-    module,
     one,
     pair,
     same_dtype,
@@ -72,11 +72,6 @@ def _statistics(d: Draw) -> Choice:
     mean = d.pick(buffer)
     var = d.pick(lambda t: buffer(t) and t is not d[mean] and bool((t >= 0).all()))
     return (a, mean, var), (d.rng.choice(["True", "True", "False"]), d.rng.choice([0.1, 0.5]))
-
-
-def _called(d: Draw) -> Choice:
-    m = d.pick(module)
-    return (m, d.pick(lambda t: single(t) and d[m].accepts(t))), ()
 
 
 def _groups(d: Draw) -> Choice:
@@ -308,8 +303,8 @@ ALGEBRA = [
 ]
 
 MODULES = [
-    Rule("call", "{r} = {a}({b})", _called, 14, risky=True),
-    Rule("call twice", "{r} = {a}({a}({b}))", _called, 3, risky=True),
+    Rule("call", "{r} = {a}({b})", called, 14, risky=True),
+    Rule("call twice", "{r} = {a}({a}({b}))", called, 3, risky=True),
     Rule(
         "fresh linear",
         "{r} = {a} @ torch.nn.init.orthogonal_(torch.empty({a}.shape[-1], 3))",
