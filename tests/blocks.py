@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.graph import Buffer, Event, Operation, StepGraph, Storage
+from lowtide.graph import Buffer, Call, Event, Operation, StepGraph, Storage
 
 KILO = 1024
 WIDTH = 64 * KILO
@@ -47,6 +47,7 @@ class _Drawing:
         self.storages: list[Storage] = []
         self.saves: list[int] = []
         self.events: list[tuple[int, int]] = []
+        self.calls: list[Call] = []
         self.backward: list[tuple[str, str, int, list[int], int | None]] = []
         tokens = self.root(4 * KILO, "input")
         x = self.forward("embed", "aten.embedding.default", [tokens], WIDTH, weight=256, held=[tokens])
@@ -56,6 +57,7 @@ class _Drawing:
         self.forward("", "aten.mse_loss.default", [out], 4)
 
     def block(self, path: str, x: int) -> int:
+        first = len(self.ops)
         y = self.forward(f"{path}.norm", "aten.native_layer_norm.default", [x], WIDTH, weight=1, held=[x])
         y = self.forward(f"{path}.mlp.0", "aten.addmm.default", [y], 4 * WIDTH, weight=64, seconds=4e-3)
         y = self.forward(f"{path}.mlp.1", "aten.gelu.default", [y], 4 * WIDTH)
@@ -63,7 +65,9 @@ class _Drawing:
             f"{path}.mlp.2", "aten.ge.Scalar", [y], WIDTH, keep="bool results decide", saved=False, held=[y]
         )
         y = self.forward(f"{path}.mlp.2", "aten.mul.Tensor", [y, mask], WIDTH)
-        return self.forward(path, "aten.add.Tensor", [x, y], WIDTH, saved=False)
+        out = self.forward(path, "aten.add.Tensor", [x, y], WIDTH, saved=False)
+        self.calls.append(Call(path, 0, first, len(self.ops), (out,)))
+        return out
 
     def root(self, size: int, kind: str, owner: str = "") -> int:
         return self.buffer(Storage(size, kind, owner), -1)
@@ -118,7 +122,7 @@ class _Drawing:
         assert all(op.backward for op in self.ops[forward:])
         return StepGraph(
             tuple(self.ops), tuple(self.buffers), tuple(self.storages), tuple(self.saves), tuple(self.events),
-            structure=self.structure, optimizer_bytes=600 * KILO, hardware="a drawing",
+            tuple(self.calls), structure=self.structure, optimizer_bytes=600 * KILO, hardware="a drawing",
         )  # fmt: skip
 
     def gradient(self, module: str, name: str, size: int, before: int | None, parameter: int | None) -> None:

@@ -49,7 +49,7 @@ def test_a_peak_inside_of_a_replay_is_counted_to_the_byte() -> None:
     assert "recomputation" in table.where
     assert sum(row.bytes for row in table.rows) == table.total_bytes
     assert [row for row in table.rows if row.op == "recomputation"] == [
-        MemoryRow("blocks.0-2", "temporaries", "recomputation", WIDTH, 1)
+        MemoryRow("head", "temporaries", "recomputation", WIDTH, 1)
     ]
 
 

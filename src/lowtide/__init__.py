@@ -4,25 +4,32 @@ from lowtide import errors, policies
 from lowtide.attachment import Handle, attach
 from lowtide.checkpointing import checkpoint, checkpoint_sequential
 from lowtide.graph import StepGraph
+from lowtide.measured import Measurement
+from lowtide.measurement import measure
 from lowtide.plan import Plan
 from lowtide.planning import frontier, solve
 from lowtide.recording import Recording, recomputable, record
 from lowtide.simulation import Timeline, simulate
 from lowtide.tracing import rehearse, trace
+from lowtide.verdict import Verdict
+from lowtide.verification import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Handle",
+    "Measurement",
     "Plan",
     "Recording",
     "StepGraph",
     "Timeline",
+    "Verdict",
     "attach",
     "checkpoint",
     "checkpoint_sequential",
     "errors",
     "frontier",
+    "measure",
     "policies",
     "recomputable",
     "record",
@@ -30,4 +37,5 @@ __all__ = [
     "simulate",
     "solve",
     "trace",
+    "verify",
 ]

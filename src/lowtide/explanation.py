@@ -119,7 +119,7 @@ class _Reasons:
             )
         if not any(self.graph.buffers[buffer].storage in self.at_peak for buffer in needed):
             return "saved: it is not there at the peak"
-        if self._price(index) >= self.dearest:
+        if self._price(index) > self.dearest:
             return "saved: too costly to recompute"
         return "saved: it fits in the budget"
 

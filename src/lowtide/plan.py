@@ -144,16 +144,16 @@ class Plan:
         """
         check_schema(data, "lowtide.Plan", SCHEMA, source)
         try:
-            depths = dict(_unfold_sites(data["recompute"])) | dict(data.get("depths", ()))
+            depths = dict(_unfold_sites(data["recompute"]))
             return Plan(
-                recompute=frozenset(site for site, _ in _unfold_sites(data["recompute"])),
+                recompute=frozenset(depths),
                 fingerprint=data["fingerprint"],
                 structure=tuple(unfold(data["structure"])),
                 solver=data["solver"],
                 budget_bytes=data["budget_bytes"],
                 hardware=data["hardware"],
                 prediction=Prediction(**data["prediction"]) if data["prediction"] else None,
-                depths=tuple(depths.items()),
+                depths=tuple((depths | dict(data.get("depths", ()))).items()),
             )
         except KeyError as error:
             raise GraphError(f"{source} is a broken lowtide plan: {error} is missing") from None
@@ -188,8 +188,10 @@ def _fold_sites(sites: Iterable[str], depths: dict[str, int]) -> Iterator[Any]:
             yield row | ({"at": at} if at != [[]] else {}) | ({"depth": depth} if depth else {})
 
 
-def _unfold_sites(rows: Iterable[Any]) -> Iterator[tuple[str, int]]:
+def _unfold_sites(rows: Any) -> Iterator[tuple[str, int]]:
     """The sites that ``_fold_sites`` wrote, with their depths."""
+    if not isinstance(rows, list):
+        raise TypeError(f"the sites are no list but a {type(rows).__name__}")
     for row in rows:
         if isinstance(row, str):
             yield row, 0
@@ -229,7 +231,7 @@ def _first_difference(planned: Structure, found: Structure) -> str:
         return f"{_name(path)} ({kind}) is extra, the plan's model does not have it"
     path, kind = found[at] if at < len(found) else planned[at]
     if path in ours and ours[path] != kind:
-        return f"{_name(path)} is a {kind} here, but a {ours[path]} in the plan's model"
+        return f"{_name(path)} is of class {kind} here, of class {ours[path]} in the plan's model"
     return f"{_name(path)} ({kind}) comes at another place than in the plan's model"
 
 

@@ -24,7 +24,7 @@ def plan_text(plan: Plan) -> str:
         lines += _costs(plan.prediction)
     lines.append(f"  recompute  {_amount(plan)}")
     rows = _rows(plan)
-    width = min(24, max((len(where) for where, _ in rows), default=0))
+    width = min(32, max((len(where) for where, _ in rows), default=0))
     for where, what in rows:
         lines += textwrap.wrap(
             f"    {where:<{width}}  {what}",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lowtide.plan import Plan
+from lowtide.tape.backwards import backwards
 from lowtide.tape.ledger import Ledger, Report
 from lowtide.tape.operators import declare
 from lowtide.tape.policy import Op, Policy, as_policy
@@ -34,8 +35,10 @@ def begin(recorder: Recorder) -> None:
     push_hooks(recorder.pack, unpack)
     try:
         watch.start(recorder.enter_module, recorder.leave_module)
+        backwards.wrap(recorder.step_aside)
         recorder.__enter__()
     except BaseException:
+        backwards.unwrap(recorder.step_aside)
         watch.stop()
         pop_hooks()
         raise
@@ -48,6 +51,7 @@ def end(recorder: Recorder) -> None:
     try:
         recorder.__exit__(None, None, None)
     finally:
+        backwards.unwrap(recorder.step_aside)
         watch.stop()
         pop_hooks()
         recorder.seal()

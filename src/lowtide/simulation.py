@@ -125,13 +125,15 @@ class _Run:
         self.holders = [0] * len(self.store)  # tickets and recipes that hold the buffer
         self.readers = [0] * len(self.store)  # all that ever held the buffer
         self.rebuilt = [False] * len(self.store)
+        self.wanted = [0] * len(self.store)  # recipes that read kept memory
+        self.copied: dict[int, int] = {}  # kept memory that was overwritten: recipes that hold a copy of it
+        self.own: dict[int, int] = {}  # bytes that a recipe copied of kept memory before writing there itself
         self.version = [-1] * len(self.size)  # current buffer of a storage
         self.reads: dict[int, tuple[int, ...]] = {}  # recipes that are still needed
         self.outs: dict[int, int] = {}  # how many living buffers a recipe has
         self.sealed = False
         self.memory = graph.resident_bytes
-        self.high = self.memory
-        self.peak = self.memory
+        self.high = self.peak = self.memory
         self.peak_event = 0
         self.replays: list[int] = []
         self.recorded = 0
@@ -139,17 +141,17 @@ class _Run:
         self.highs: list[int] = []
         self.stop_at = (-1, 0)
         self.live: tuple[int, ...] = ()
-        self.last_save = -1
-        self.peak_save = -1
+        self.last_save = self.peak_save = -1
         for b, buffer in enumerate(graph.buffers):
             if buffer.maker < 0:
                 self.user[buffer.storage] = True
                 self.version[buffer.storage] = b
 
     def go(self, trail: bool) -> None:
-        graph = self.graph
+        graph, saves = self.graph, self.graph.saves
         steps: tuple[Callable[[int], None], ...] = (
-            self._run, self._save, self._unpack, self._release, self._free, self._seal,
+            self._run, lambda save: self._hold(saves[save]), self._unpack,
+            lambda save: self._let_go(saves[save]), self._free, self._seal,
         )  # fmt: skip
         for event, (kind, index) in enumerate(graph.events):
             self.high = self.memory
@@ -171,11 +173,12 @@ class _Run:
                     *(self.store[b] for b, there in enumerate(self.rebuilt) if there),
                 )
 
-    # ---- events ---------------------------------------------------------------------------------------------
-
     def _run(self, index: int) -> None:
         op = self.graph.ops[index]
         store, size = self.store, self.size
+        dropped = self.dropped
+        living = sum([dropped[b] for b in op.makes]) + sum([dropped[new] for _, new in op.writes])
+        reads = self._set_aside(index, living > 0) if op.writes and not self.sealed else op.reads
         for buffer in op.makes:
             storage = store[buffer]
             if not self.user[storage]:
@@ -183,38 +186,42 @@ class _Run:
                 self.memory += size[storage]
             self.version[storage] = buffer
         self._rise()
-        dropped = self.dropped
-        living = 0
-        for buffer in op.makes:
-            living += dropped[buffer]
-        for _, new in op.writes:
-            living += dropped[new]
         if living:
             self.recorded += 1
-            self.reads[index] = op.reads
+            self.reads[index] = reads
             self.outs[index] = living
-            for read in op.reads:
+            for read in reads:
                 self._hold(read)
+                self.wanted[read] += 1
         for old, new in op.writes:
             self.version[store[new]] = new
             if dropped[old] and not self.holders[old]:
                 self._die(old)
 
-    def _save(self, index: int) -> None:
-        self._hold(self.graph.saves[index])
-
-    def _release(self, index: int) -> None:
-        self._let_go(self.graph.saves[index])
+    def _set_aside(self, index: int, recorded: bool) -> tuple[int, ...]:
+        """Copy kept memory that is about to be overwritten for recipes that read it; the operation's own copies it
+        for itself. Returns what else that recipe reads."""
+        op, store = self.graph.ops[index], self.store
+        kept = [old for old, _ in op.writes if not self.dropped[old]]
+        for old in kept:
+            count = self.wanted[old]
+            if count and self.graph.storages[store[old]].kind != "parameter":  # those are read as they are
+                self.wanted[old], self.copied[old] = 0, count
+                self.refs[store[old]] -= count
+                self.memory += self.size[store[old]]
+        if not recorded or not kept:
+            return op.reads
+        self.own[index] = sum(self.size[store[old]] for old in kept)
+        self.memory += self.own[index]
+        return tuple(read for read in op.reads if read not in kept)
 
     def _unpack(self, index: int) -> None:
         buffer = self.graph.saves[index]
         self.last_save = index
-        if not self.dropped[buffer] or self.rebuilt[buffer]:
-            return
         storage = self.store[buffer]
-        if self.user[storage] and self.version[storage] == buffer:
-            return
-        self._replay(buffer)
+        there = self.user[storage] and self.version[storage] == buffer
+        if self.dropped[buffer] and not self.rebuilt[buffer] and not there:
+            self._replay(buffer)
 
     def _free(self, storage: int) -> None:
         if not self.user[storage]:
@@ -233,8 +240,6 @@ class _Run:
         for storage, buffer in enumerate(self.version):
             if buffer >= 0 and self.user[storage] and self.dropped[buffer] and not self.holders[buffer]:
                 self._die(buffer)
-
-    # ---- holding --------------------------------------------------------------------------------------------
 
     def _hold(self, buffer: int) -> None:
         if self.dropped[buffer]:
@@ -276,10 +281,15 @@ class _Run:
         while stack:
             recipe = stack.pop()
             self.outs.pop(recipe, None)
+            self.memory -= self.own.pop(recipe, 0)
             for read in self.reads.pop(recipe, ()):
-                self._let_go(read)
-
-    # ---- replay ---------------------------------------------------------------------------------------------
+                if read not in self.copied:
+                    self.wanted[read] -= 1
+                    self._let_go(read)
+                    continue
+                self.copied[read] -= 1
+                if not self.copied[read]:
+                    self.memory -= self.size[self.store[read]]
 
     def _replay(self, buffer: int) -> None:
         graph = self.graph
@@ -347,24 +357,21 @@ class _Run:
     def _rerun(self, recipe: int) -> None:
         op = self.graph.ops[recipe]
         size, store = self.size, self.store
-        made = sum(size[store[b]] for b in op.makes)
-        copies = 0
-        for old, _ in op.writes:
+        self.memory += sum(size[store[b]] for b in op.makes)
+        news = [(old, new) for old, new in op.writes if self.dropped[old]]  # of others it has a copy
+        for old, _ in news:
             if (self.rebuilt[old] or self.passing[old]) and self.readers[old] == 1:
                 self.rebuilt[old] = self.passing[old] = False
             else:
-                copies += size[store[old]]
-        self.memory += made + copies
+                self.memory += size[store[old]]
         self._rise()
         self.replays.append(recipe)
-        for buffer in (*op.makes, *(new for _, new in op.writes)):
+        for buffer in (*op.makes, *(new for _, new in news)):
             if self.dropped[buffer] and self.holders[buffer]:
                 self.rebuilt[buffer] = True
             else:
                 self.memory -= size[store[buffer]]
         self._forget(recipe)
-
-    # ---- the peak -------------------------------------------------------------------------------------------
 
     def where(self) -> str:
         """Phase and module of the peak."""

@@ -60,7 +60,10 @@ def search(
         return result
     title = f"Program {seed} {verdict.signature}"
     result.small, result.bucket = script(program, setting, title), verdict.signature
-    if shrink:
+    again = judge(program, setting, make)
+    if again.outcome != "fails":
+        result.bucket = f"{verdict.signature} | only once, then {again.outcome} {again.signature}"
+    elif shrink:
         shrinker = Shrinker(Case(program, setting), make, SHRINK_SECONDS)
         small = shrinker.run()
         result.small = script(small.program, small.setting, title)
@@ -75,7 +78,7 @@ def bucket(case: Case, verdict: Verdict) -> str:
     rules = sorted({i.rule for i in case.program.body})
     dropped = sorted({name for name, _ in case.setting.decisions.flips})
     alone = judge(case.program, case.setting, bystander_recorder).outcome == "fails"
-    note = " | a dispatch mode and hooks that do nothing fail as well" if alone else ""
+    note = " | so does a dispatch mode that does nothing" if alone else ""
     return f"{verdict.signature} | {', '.join(rules)} | drops {', '.join(dropped)}{note}"
 
 

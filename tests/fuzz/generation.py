@@ -125,7 +125,8 @@ class Workbench:
 
     def draw(self, rule: Rule, scopes: tuple[str, ...]) -> Instruction:
         """Draw operands, constants and names for the results; some results take a name that is in use."""
-        if rule.unseen and RECORD not in scopes:
+        hidden = rule.unseen or any(RULES[i.rule].unseen for i in self.body)
+        if rule.risky and hidden and RECORD not in scopes:
             raise NoChoice
         operands, constants = rule.choose(Draw(self.rng, self.pool()))
         inner = (rule.scope,) if rule.scope and self.rng.random() < 0.95 else ()

@@ -41,10 +41,11 @@ def bits(value: Any) -> Bits:
     plain = value.detach().resolve_conj().resolve_neg().contiguous()
     flat = plain.reshape(-1).clone(memory_format=torch.contiguous_format)  # one number may have any stride
     raw = b"" if plain.numel() == 0 else flat.view(torch.uint8).numpy().tobytes()
+    steps = tuple(step for step, size in zip(value.stride(), value.shape, strict=True) if size > 1)
     layout = (
         value.dtype,
         tuple(value.shape),
-        value.stride(),
+        steps,
         value.requires_grad,
         value.is_conj(),
         value.is_neg(),

@@ -123,6 +123,7 @@ def blocks(items: list[tuple[tuple[str, ...], str]]) -> list[str]:
     return lines
 
 
+USAGE = "Run it from the repository's root with PYTHONPATH=. set; the exit code is 1 if it fails."
 HEADER = """\
 from __future__ import annotations
 
@@ -143,4 +144,5 @@ from tests.fuzz.support import *
 def script(program: Program, setting: Setting, title: str) -> str:
     """Write a program as a file that runs from the repository's root and tells whether it still fails."""
     call = f"convict(setup, step, {program.conduct!r}, {setting!r}, lowtide_recorder)"
-    return f'"""{title}"""\n\n{HEADER}\n{program.source()}\n\nif __name__ == "__main__":\n    {call}\n'
+    ending = f'if __name__ == "__main__":\n    {call}\n'
+    return f'"""{title}\n\n{USAGE}\n"""\n\n{HEADER}\n{program.source()}\n\n{ending}'

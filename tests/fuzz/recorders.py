@@ -96,16 +96,9 @@ class Bystander(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def bystanding(policy: Policy) -> Iterator[None]:
-    """Have a dispatch mode and saved-tensor hooks that do nothing."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), Bystander():
-        yield
-
-
 def bystander_recorder(setting: Setting) -> Recorder:
-    """Do nothing, by the means that a recorder needs: tells PyTorch's own doing from the recorder's."""
-    return Recorder(dataclasses.replace(setting, one_recording=False), bystanding)
+    """Only have a dispatch mode on: tells PyTorch's own doing from a recorder's."""
+    return Recorder(dataclasses.replace(setting, one_recording=False), lambda policy: Bystander())
 
 
 def lowtide_recorder(setting: Setting) -> Recorder:

@@ -49,7 +49,7 @@ ZOO.flow("result_changed_by_pointer", lambda x: _result_changed(x, _by_pointer),
 ZOO.flow("result_changed_by_numpy", lambda x: _result_changed(x, _by_numpy), needs_proof=True)
 ZOO.flow("copy_changed_by_pointer", lambda x: _through_copy(x), needs_proof=True)
 ZOO.flow("part_changed_by_pointer", lambda x: _part_changed(x), needs_proof=True)
-ZOO.flow("scratch_reused_by_pointer", lambda x: _scratch(x), needs_proof=True)
+ZOO.flow("scratch_reused_by_pointer", lambda x: _scratch(x), needs_proof=True, may_refuse=True)
 ZOO.flow(
     "random_result_changed_by_pointer",
     lambda x: _by_pointer(torch.rand(6, 8), _sin(x)) * x.exp(),

@@ -20,10 +20,15 @@ WIDTH = 88
 """Columns of plain text and HTML."""
 BAR = 24
 """Columns of a bar of 100 %."""
+NAME = 40
+"""Columns of a name, at most."""
 OPS = 6
 """How many operations of one kind are shown."""
 MODULES = 16
 EIGHTHS = " ▏▎▍▌▋▊▉"
+
+Line = tuple[str, int, str]
+"""Name, bytes, style."""
 
 _FRAME = '<pre style="font-family:monospace;line-height:1.2">{code}</pre>'
 
@@ -31,18 +36,17 @@ _FRAME = '<pre style="font-family:monospace;line-height:1.2">{code}</pre>'
 def render_memory(table: MemoryTable) -> RenderableType:
     """Lay out what fills the peak: by kind, activations and temporaries by operation, then by module."""
     total = max(1, table.total_bytes)
-    width = min(40, max(map(len, ["module", *(f"  {row.op}" for row in table.rows), *dict(table.modules)])))
-    kinds = _bars("kind", width)
+    kinds: list[Line] = []
     for kind, size in table.kinds:
-        _add(kinds, kind, size, total, style="bold")
+        kinds.append((kind, size, "bold"))
         made = [(op, part) for op, part in table.ops(kind) if op]
-        for op, part in _shortened(made, total, OPS, "operations"):
-            _add(kinds, f"  {op}", part, total, style="dim")
-    modules = _bars("module", width)
-    for module, size in _shortened(table.modules, total, MODULES, "modules"):
-        _add(modules, module, size, total)
-    title = f"{format_bytes(table.total_bytes)} at the peak, {table.where}"
-    return Group(Text(title, style="bold"), Text(), kinds, Text(), modules)
+        kinds += [(f"  {op}", part, "dim") for op, part in _shortened(made, total, OPS, "operations")]
+    modules = [(name, size, "") for name, size in _shortened(table.modules, total, MODULES, "modules")]
+    width = min(NAME, max(len(name) for name, _, _ in [*kinds, *modules, ("module", 0, "")]))
+    title = Text(f"{format_bytes(table.total_bytes)} at the peak, {table.where}", style="bold")
+    return Group(
+        title, Text(), _bars("kind", kinds, total, width), Text(), _bars("module", modules, total, width)
+    )
 
 
 def bar(fraction: float, width: int = BAR) -> str:
@@ -70,20 +74,17 @@ def html_of(shown: RenderableType, width: int = WIDTH) -> str:
     return console.export_html(inline_styles=True, code_format=_FRAME)
 
 
-def _bars(heading: str, width: int) -> Table:
+def _bars(heading: str, lines: list[Line], total: int, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(heading, overflow="fold", width=width)
     table.add_column("bytes", justify="right", no_wrap=True, width=8)
     table.add_column("share", justify="right", no_wrap=True, width=7)
     table.add_column("", no_wrap=True)
+    for name, size, style in lines:
+        share = size / total
+        cells = format_bytes(size), f"{100 * share:.1f} %", Text(bar(share), style="cyan")
+        table.add_row(Text(name, style=style), *cells)
     return table
-
-
-def _add(table: Table, name: str, size: int, total: int, style: str = "") -> None:
-    share = size / total
-    table.add_row(
-        Text(name, style=style), format_bytes(size), f"{100 * share:.1f} %", Text(bar(share), style="cyan")
-    )
 
 
 def _shortened(items: Sequence[tuple[str, int]], total: int, most: int, what: str) -> list[tuple[str, int]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from lowtide.graph import Event, StepGraph
 from lowtide.solvers.highs import silent
-from lowtide.solvers.segmentation import Chain
+from lowtide.solvers.segmentation import Chain, overwritten
 
 
 _MOMENTS = 8  # of each segment's backward
@@ -57,11 +57,11 @@ class LowerBound:
         highs.addVars(2 * n, np.zeros(2 * n), np.ones(2 * n))
         seconds = np.array([graph.ops[i].seconds + graph.host_seconds for i in self.free])
         highs.changeColsCost(n, np.arange(n, 2 * n, dtype=np.int32), seconds)
-        overwritten = {graph.buffers[old].maker for _, op in graph.forward_ops() for old, _ in op.writes}
+        gone = overwritten(graph)
         for column, op in enumerate(self.free):
             if op in self.chain.boundaries and not self.any_plan:
                 highs.changeColBounds(column, 1.0, 1.0)
-            elif op in overwritten:
+            elif op in gone:
                 highs.changeColBounds(column, 0.0, 0.0)
         rows: list[tuple[float, list[int], list[float]]] = []
         for column, op in enumerate(self.free):

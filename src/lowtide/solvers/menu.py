@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide.graph import StepGraph
 from lowtide.solvers.highs import silent
-from lowtide.solvers.segmentation import Chain, Segment
+from lowtide.solvers.segmentation import Chain, Segment, overwritten
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class Cut:
         self.segment = segment
         self.saved = set(graph.saves)
         self.ops = list(range(segment.first, segment.last))
-        overwritten = {graph.buffers[old].maker for i in self.ops for old, _ in graph.ops[i].writes}
         self.free = [i for i in self.ops if self._droppable(i) and i not in chain.boundaries]
         self.column = {op: n for n, op in enumerate(self.free)}
         self.bytes = np.array([self._kept_bytes(i) for i in self.free], dtype=float)
@@ -63,7 +62,7 @@ class Cut:
         self.seconds = np.array([graph.ops[i].seconds for i in self.free], dtype=float)
         self.total_bytes = float(self.bytes.sum())
         self.total_seconds = float(self.seconds.sum()) or 1.0
-        self.never = [self.column[i] for i in overwritten if i in self.column]
+        self.never = [self.column[i] for i in overwritten(graph) if i in self.column]
         self.solver = silent()
         self._build()
 

@@ -108,15 +108,15 @@ class Programme:
             self.solver.changeRowBounds(row, low if timeline.peak_bytes > budget else -highspy.kHighsInf, highspy.kHighsInf)
         return self._search(start, budget)
 
-    def least(self) -> Answer:
-        """The smallest peak that any choice has."""
+    def least(self, start: Found | None = None) -> Answer:
+        """The smallest peak that any choice has; only peaks below that of ``start`` are looked for."""
         self._minimise({_PEAK: 1.0}, 0.0)
-        self.solver.changeColBounds(0, 0.0, 1.0)
         self.solver.changeRowBounds(self.cutoff, -highspy.kHighsInf, highspy.kHighsInf)
-        start: Found | None = None
         for row, low, found in self.forbidden:
             self.solver.changeRowBounds(row, low, highspy.kHighsInf)
             start = found if start is None else min(start, found, key=lambda f: f[1].peak_bytes)
+        most = 1.0 if start is None else (start[1].peak_bytes - 1) / self.peak_unit
+        self.solver.changeColBounds(0, 0.0, most)
         return self._search(start, None)
 
     def _search(self, best: Found | None, budget: float | None) -> Answer:

@@ -62,6 +62,13 @@ def chain_of(graph: StepGraph) -> Chain:
     return Chain(segments, starts, seal, owner, frozenset(boundaries))
 
 
+def overwritten(graph: StepGraph) -> set[int]:
+    """Operations whose every result is overwritten in place and saved nowhere: there is nothing of them to keep."""
+    gone = {old for _, op in graph.forward_ops() for old, _ in op.writes} - set(graph.saves)
+    made = ((i, (*op.makes, *(new for _, new in op.writes))) for i, op in graph.forward_ops())
+    return {i for i, results in made if results and gone.issuperset(results)}
+
+
 def _cuts(graph: StepGraph) -> list[int]:
     total = sum(not op.backward for op in graph.ops)
     blocks = set(repeated_blocks(graph.structure))

@@ -55,6 +55,8 @@ class Buffer:
         if value is None:
             raise ReplayMismatch("a recomputation was interrupted halfway and cannot be resumed; run the step again")
         if self.version is not None and value._version != self.version:
+            if self.rare is not None and self.rare.copy is not None:
+                return self.rare.copy
             raise RootChanged(changed_message(value, self.version))
         return value
 
@@ -62,11 +64,12 @@ class Buffer:
 class Rare:
     """What few buffers need to remember."""
 
-    __slots__ = ("blank", "next", "print", "site")
+    __slots__ = ("blank", "copy", "next", "print", "site")
 
     def __init__(self) -> None:
         self.blank: frozenset[Any] | None = None  # of memory not yet written whole: the layouts written so far
         self.next: Buffer | None = None  # the version that followed in the same storage, seen by autograd
+        self.copy: Tensor | None = None  # of held memory that was overwritten since, unless its version is put back
         self.print: int | None = None  # fingerprint of the contents, while they are being proven
         self.site: Any = None  # where it was made, while it is being proven
 
@@ -126,7 +129,15 @@ def clone_storage(value: Tensor) -> Tensor:
 
 _detach = torch.ops.aten.detach.default._handle.redispatch_boxed
 _keysets: dict[torch.device, Any] = {}
-_REAL = frozenset({Tensor, torch.nn.Parameter})
+_plain: dict[type, bool] = {}
+
+
+def dispatches(kind: type) -> bool:
+    """Whether tensors of this class take operations into their own hands (DTensor, FakeTensor, ...)."""
+    known = _plain.get(kind)
+    if known is None:
+        known = _plain[kind] = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return known
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -134,7 +145,7 @@ def alias(tensor: Tensor) -> Tensor:
 
     Plain ``detach`` below autograd gives a fresh counter; the ADInplaceOrView kernel is what shares it.
     """
-    if type(tensor) not in _REAL or tensor.is_inference():
+    if dispatches(type(tensor)) or tensor.is_inference():
         return tensor.detach()
     keys = _keysets.get(tensor.device) or _keyset(tensor.device)
     return _detach(keys, tensor)
@@ -181,7 +192,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 def _snapshot(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
     """A private copy of memory that code outside torch may write, shared by reads between which nobody did."""
-    if type(tensor) not in _REAL:
+    if dispatches(type(tensor)):
         return Buffer(None, tensor.detach())
     ref: weakref.ref[Buffer] | None = getattr(storage, _SNAPSHOT, None)
     known = ref() if ref is not None else None
@@ -196,21 +207,31 @@ def _bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def release_held(storage: torch.UntypedStorage) -> None:
-    """Copy what recipes hold of ``storage``, which is about to be overwritten."""
+def release_held(storage: torch.UntypedStorage, written: Tensor) -> None:
+    """Copy what recipes hold of ``storage``, which is about to be overwritten through ``written``.
+
+    A trainable leaf whose version does not move in the end (sharded parameters that are gathered again into the
+    same memory put it back) is read live; for it the copy is only the second choice.
+    """
     held: list[weakref.ref[Buffer]] | None = getattr(storage, HELD, None)
     if held is None:
         return
+    leaf = written.requires_grad and written.is_leaf
     copy: Tensor | None = None
     for ref in held:
         buffer = ref()
         if buffer is None or buffer.value is None or buffer.version is None:
             continue
-        value = buffer.contents()
-        copy = clone_storage(value) if copy is None else copy
-        buffer.value = place(copy, layout_of(value))
-        buffer.version = None
-    delattr(storage, HELD)
+        if buffer.value._version != buffer.version:
+            continue  # already changed unseen: refused when it is read
+        copy = clone_storage(buffer.value) if copy is None else copy
+        if leaf:
+            rare(buffer).copy = place(copy, layout_of(buffer.value))
+        else:
+            buffer.value = place(copy, layout_of(buffer.value))
+            buffer.version = None
+    if not leaf:
+        delattr(storage, HELD)
 
 
 def find(tensor: Tensor) -> Buffer:

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 class Target:
     """One storage that an operation writes: the tensor it is written through and its version so far."""
 
-    __slots__ = ("layouts", "old", "storage", "tensor")
+    __slots__ = ("declared", "layouts", "old", "storage", "tensor")
 
-    def __init__(self, storage: torch.UntypedStorage, tensor: Tensor, old: Buffer | None) -> None:
+    def __init__(self, storage: torch.UntypedStorage, tensor: Tensor, old: Buffer | None, declared: bool) -> None:
+        self.declared = declared  # the schema says that it is written, so autograd counts a version
         self.storage = storage
         self.tensor = tensor
         self.old = old
@@ -52,7 +53,7 @@ def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[
     """Run an operation that writes, and note the new versions it makes."""
     targets = targets_of(recorder, op, args, kwargs)
     for target in targets.values():
-        release_held(target.storage)
+        release_held(target.storage, target.tensor)
     depth = _depth(recorder, op, targets)
     if depth < 0:
         for target in targets.values():
@@ -71,6 +72,7 @@ def targets_of(
 ) -> dict[int, Target]:
     """The storages that the operation writes, by id."""
     targets: dict[int, Target] = {}
+    declared = {id(tensor) for tensor in tensors_at(op.writes, args, kwargs)}
     for tensor in tensors_at((*op.writes, *op.undeclared), args, kwargs):
         if tensor.layout is not torch.strided:
             continue
@@ -84,7 +86,7 @@ def targets_of(
             proof.watch_memory(recorder, tensor)
         if not storage.resizable():
             expose(storage, tensor)
-        targets[id(storage)] = Target(storage, tensor, getattr(storage, MADE, None))
+        targets[id(storage)] = Target(storage, tensor, getattr(storage, MADE, None), id(tensor) in declared)
     return targets
 
 
@@ -135,7 +137,7 @@ def prepare(op: Operator, targets: dict[int, Target], args: Any, kwargs: Any, de
         original = originals.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         return find(tensor) if original is None else original
 
-    drew = drawn(args, kwargs) if op.random else (None, None)
+    drew = (drawn(op, args, kwargs) if op.random else None) or (None, None)
     recipe = FullRecipe(op, *capture(args, kwargs, read))
     recipe.states, recipe.generators = drew
     recipe.written = steals
@@ -196,7 +198,7 @@ def overwrite(target: Target, new: Buffer | None) -> None:
     if old is None:
         return
     saves = [save for save in old.saves or () if not save.stale]
-    for save in saves:
+    for save in saves if target.declared else ():
         save.written_through(target.tensor)
     follow = [save for save in saves if not save.stale]
     if new is None:

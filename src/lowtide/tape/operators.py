@@ -21,6 +21,7 @@ class Operator:
     __slots__ = (
         "blank",
         "call",
+        "chance",
         "func",
         "keep",
         "key",
@@ -31,6 +32,7 @@ class Operator:
         "safe_on_cpu_only",
         "several",
         "swaps_memory",
+        "takes_dtype",
         "undeclared",
         "view",
         "whole",
@@ -44,6 +46,8 @@ class Operator:
         self.keep: str | None = None  # why results are never recomputed
         self.writes: tuple[int | str, ...] = ()  # arguments that the schema says are written
         self.undeclared: tuple[int | str, ...] = ()  # arguments written although the schema does not say so
+        self.chance: int | str | None = None  # where its probability is given: with 0 it draws nothing
+        self.takes_dtype = False
         self.several = False  # more than one result: a mask beside what it masked
         self.makes_new = True  # some results are memory of their own
         self.view = self.blank = self.random = self.swaps_memory = self.whole = self.safe_on_cpu_only = False
@@ -73,11 +77,16 @@ class Operator:
             position = argument.name if argument.kwarg_only else index
             if argument.alias_info is not None and argument.alias_info.is_write:
                 writes.append(position)
+            elif argument.name == "dropout_p":
+                self.chance = position
+            elif argument.name == "dtype":
+                self.takes_dtype = True
             elif argument.name in _WRITTEN_ARGUMENTS:
                 undeclared.append(position)
         self.writes, self.undeclared = tuple(writes), tuple(undeclared)
         shared = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
-        self.view = any(shared) and not writes
+        makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+        self.view = not writes and (any(shared) or not makes_tensors)
         self.several = len(schema.returns) > 1
         self.makes_new = any(r.alias_info is None for r in schema.returns)
 

@@ -32,7 +32,7 @@ def fingerprint(storage: torch.UntypedStorage) -> int:
     """A checksum of all bytes of ``storage``."""
     if storage.device.type == "cpu":
         size = storage.nbytes()
-        if size == 0:
+        if size == 0 or storage.data_ptr() == 0:
             return 0
         return zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr()))
     data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -79,7 +79,7 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, nth: int) -> A
     for tensor in inputs:
         watch_memory(recorder, tensor)
     before = [fingerprint(tensor.untyped_storage()) for tensor in inputs] if provable else []
-    drew = drawn(args, kwargs) if op.random else None
+    drew = drawn(op, args, kwargs) if op.random else None
     out = op.func(*args, **kwargs)
     results = results_of(out)
     depth = recorder.depth(op, nth, results) if nth >= 0 else recorder.base_depth
@@ -212,6 +212,7 @@ def _is_real(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and type(tensor).__name__ != "FakeTensor"
         and not tensor.is_mkldnn
+        and not torch._is_zerotensor(tensor)
     )
 
 

@@ -114,8 +114,7 @@ def capture(
         if kind in _CONSTANTS:
             continue
         if kind is Tensor or isinstance(value, Tensor):
-            reads.append((index, read(value), layout_of(value)))
-            constants[index] = None
+            constants[index] = _capture_tensor(index, value, read, reads)
         elif kind is list or kind is tuple:
             constants[index] = _capture_list(index, value, read, reads)
     if not kwargs:
@@ -123,19 +122,25 @@ def capture(
     named = dict(kwargs)
     for key, value in kwargs.items():
         if isinstance(value, Tensor):
-            reads.append((key, read(value), layout_of(value)))
-            named[key] = None
+            named[key] = _capture_tensor(key, value, read, reads)
         elif isinstance(value, (list, tuple)):
             named[key] = _capture_list(key, value, read, reads)
     return constants, named, reads
+
+
+def _capture_tensor(where: Any, value: Tensor, read: Callable[[Tensor], Buffer], reads: list[Read]) -> Tensor | None:
+    """Note a read; a tensor without a storage (sparse, mkldnn) is a constant."""
+    if value.layout is not torch.strided:
+        return value.detach()
+    reads.append((where, read(value), layout_of(value)))
+    return None
 
 
 def _capture_list(where: Any, values: Any, read: Callable[[Tensor], Buffer], reads: list[Read]) -> list[Any]:
     constants = list(values)
     for item, value in enumerate(constants):
         if isinstance(value, Tensor):
-            reads.append(((where, item), read(value), layout_of(value)))  # type: ignore[arg-type]
-            constants[item] = None
+            constants[item] = _capture_tensor((where, item), value, read, reads)
     return constants
 
 

@@ -22,8 +22,8 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, expose, find, rare
-from lowtide.tape.operators import Operator, operator, tensors_at
+from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, dispatches, expose, find, rare
+from lowtide.tape.operators import Operator, argument, operator, tensors_at
 from lowtide.tape.policy import Op, Policy
 from lowtide.tape.recipes import FullRecipe, Recipe, capture
 from lowtide.tape.replay import TapeMode
@@ -31,12 +31,14 @@ from lowtide.tape.sites import Home, tree_of
 from lowtide.tape.tickets import Parts, keep, keep_now, pack_dropped
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lowtide.tape.ledger import Ledger
 
 PASS, DROP, ASK, WRITE, SWAP, FORCE = range(6)
 _NONE: dict[str, Any] = {}
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_plain = {Tensor, Parameter}
+_plain = {Tensor, Parameter}  # classes whose tensors are recorded; FakeTensor is added when it is met
 
 
 class Frame:
@@ -54,6 +56,12 @@ class Frame:
 
 class Recorder(TapeMode):
     """Writes the tape of one thread between entering and leaving a recording."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code runs compiled; what it saves is kept
 
     def __init__(self, policy: Policy, home: Home, ledger: Ledger, *, check: str, strict: bool) -> None:
         super().__init__()
@@ -77,7 +85,7 @@ class Recorder(TapeMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and not all(kind in _plain or _is_fake(kind) for kind in types):
+        if types and not all(kind in _plain or _is_plain(kind) for kind in types):
             return NotImplemented
         call = self.passes.get(id(func))
         if call is not None:
@@ -92,7 +100,7 @@ class Recorder(TapeMode):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.proving and (self.proving_all or op.key not in self.frame.home.proven):
             return proof.run(self, op, args, kwargs or _NONE, nth)
-        drew = drawn(args, kwargs or _NONE) if op.random else None
+        drew = drawn(op, args, kwargs or _NONE) if op.random else None
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         depth = self.depth(op, nth, results_of(out)) if nth >= 0 else self.base_depth
         if depth >= 0:
@@ -147,6 +155,8 @@ class Recorder(TapeMode):
         if drew is not None:
             recipe.states, recipe.generators = drew  # type: ignore[attr-defined]
         recipe.level = depth
+        if op.takes_dtype and isinstance(out, Tensor) and not any(isinstance(value, Tensor) for value in args):
+            recipe.kwargs = {**(recipe.kwargs or {}), "dtype": out.dtype}  # the default dtype may change
         buffers = []
         for which, result in results:
             storage = result.untyped_storage()
@@ -172,6 +182,8 @@ class Recorder(TapeMode):
         if not (result.is_floating_point() or result.is_complex() or (op.random and op.several)):
             self.ledger.note(op, self.frame.home, "integer or bool results can decide what comes next")
             return False
+        if op.name == "aten._efficientzerotensor":
+            return False  # has no memory
         if op.safe_on_cpu_only and not (result.is_cpu or result.is_meta):
             self.ledger.note(op, self.frame.home, "not reproducible from run to run on this device")
             return False
@@ -198,13 +210,27 @@ class Recorder(TapeMode):
         """Whether operations without grad come from a declared custom Function's forward."""
         return bool(trusted_codes) and _runs_trusted()
 
+    def step_aside(self, creates_graph: bool, run: Callable[[], Any]) -> Any:
+        """Run a backward pass that starts inside the recording without looking on, as the plain step runs it."""
+        depth = torch._C._len_torch_dispatch_stack()
+        if creates_graph or depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not self:
+            return run()
+        self.__exit__(None, None, None)
+        try:
+            return run()
+        finally:
+            self.__enter__()
+
     # ---- saved tensors --------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd's pack hook."""
         kind = type(tensor)
-        if kind is not Tensor and kind not in _plain and not _is_fake(kind):
-            return self._pack_wrapper(tensor)
+        if kind is not Tensor and kind is not Parameter:
+            if not _is_plain(kind):
+                return self._pack_wrapper(tensor)
+            if kind.__name__ != "FakeTensor":
+                return keep(tensor, True)  # code that unpacks it may look at its class
         try:
             buffer: Buffer | None = getattr(tensor.untyped_storage(), MADE, None)
         except NotImplementedError:  # sparse tensors have no storage
@@ -332,15 +358,17 @@ def _runs_trusted() -> bool:
     return False
 
 
-def _is_fake(kind: type) -> bool:
-    if kind.__name__ == "FakeTensor":
+def _is_plain(kind: type) -> bool:
+    """Whether tensors of this class are recorded: all but those that take operations into their own hands."""
+    if kind not in _plain and (kind.__name__ == "FakeTensor" or not dispatches(kind)):
         _plain.add(kind)
-        return True
-    return False
+    return kind in _plain
 
 
-def drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def drawn(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The random state that an operation is about to draw from: default generators, or those it is given."""
+    if op.chance is not None and not argument(op.chance, args, kwargs):
+        return None
     given = [
         (where, value, value.get_state())
         for where, value in (*enumerate(args), *kwargs.items())

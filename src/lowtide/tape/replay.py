@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import ReplayMismatch
@@ -33,6 +34,8 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 for _name in dir(torch._C.DispatchKey):
     if _name.startswith("Autocast") or (_name.startswith("Autograd") and "Functionality" not in _name):
         _BELOW = _BELOW | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+for _name in ("VmapMode", "FuncTorchVmapMode"):  # of a backward that runs batched
+    _BELOW = _BELOW | torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_name))
 
 
 class TapeMode(TorchDispatchMode):
@@ -59,6 +62,9 @@ def rebuild(buffer: Buffer) -> Tensor:
     """The contents of ``buffer``: as they are, or made again from what is still there."""
     if buffer.recipe is None:
         return buffer.contents()
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # a batched backward: replay outside of it
+        with temporarily_clear_interpreter_stack():
+            return rebuild(buffer)
     with _lock:
         if buffer.recipe is None:  # another thread was faster
             return buffer.contents()

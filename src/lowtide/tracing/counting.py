@@ -16,13 +16,15 @@ class LiveBytes(TorchDispatchMode):
     """A dispatch mode that knows the bytes of all storages made inside it and when each of them dies.
 
     Counts what the dispatcher sees: results of operations, not the scratch memory inside a kernel. Enter it
-    outside of a recording, so that replayed operations pass through it as well.
+    outside of a recording, so that replayed operations pass through it as well. What operations read that was
+    not made inside is counted on its own, in ``inputs``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.inputs = 0
         self._counts: dict[weakref.ref[Any], int] = {}
 
     @classmethod
@@ -32,23 +34,35 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor):
+                    self.note(tensor)
         out = func(*args, **(kwargs or {}))
+        # A view of a real tensor among fakes is a view of a fake that was never seen.
+        see = self.ignore if func.is_view else self.see
         for result in (out,) if isinstance(out, Tensor) else out if isinstance(out, (list, tuple)) else ():
             if isinstance(result, Tensor):
-                self.see(result)
+                see(result)
         return out
 
     def ignore(self, tensor: Tensor) -> None:
         """Leave out the memory of ``tensor``, which was there before."""
-        setattr(tensor.untyped_storage(), _SEEN, self)
+        storage = _storage(tensor)
+        if storage is not None:
+            setattr(storage, _SEEN, self)
+
+    def note(self, tensor: Tensor) -> None:
+        """Count the memory of ``tensor`` as an input if it was not made here."""
+        storage = _storage(tensor)
+        if storage is not None and getattr(storage, _SEEN, None) is not self:
+            setattr(storage, _SEEN, self)
+            self.inputs += storage.nbytes()
 
     def see(self, tensor: Tensor) -> None:
         """Count the memory of ``tensor`` if it is new."""
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse
-            return
-        if getattr(storage, _SEEN, None) is self:
+        storage = _storage(tensor)
+        if storage is None or getattr(storage, _SEEN, None) is self:
             return
         setattr(storage, _SEEN, self)
         size = storage.nbytes()
@@ -59,6 +73,13 @@ class LiveBytes(TorchDispatchMode):
 
     def _dead(self, ref: weakref.ref[Any]) -> None:
         self.live -= self._counts.pop(ref, 0)
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse
+        return None
 
 
 def storage_bytes(tensor: Tensor) -> int:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from lowtide.graph import StepGraph
 from lowtide.recording import begin, end
+from lowtide.tape.backwards import backwards
 from lowtide.tracing.stepping import graph_of
 from lowtide.tracing.tracer import Tracer
 
@@ -37,23 +37,24 @@ class Observation:
     def __exit__(self, *exc: object) -> None:
         end(self.tracer)
         if exc[0] is None:
-            _backwards.expect(self)
+            backwards.wrap(self.backward)
         else:
             self.complete = True
             self.tracer.saves.clear()
 
     def cancel(self) -> None:
         """Stop waiting."""
-        _backwards.forget(self)
+        backwards.unwrap(self.backward)
 
-    def backward(self, run: Any) -> Any:
+    def backward(self, creates_graph: bool, run: Any) -> Any:
         """Run a backward pass under the tracer."""
+        del creates_graph
         seen = len(self.tracer.events)
         with self.tracer:
             result = run()
         if any(kind == 2 for kind, _ in self.tracer.events[seen:]):  # something of the forward was unpacked
             self.complete = True
-            _backwards.forget(self)
+            backwards.unwrap(self.backward)
         return result
 
     def graph(self, optimizer: torch.optim.Optimizer | None) -> StepGraph | None:
@@ -61,42 +62,3 @@ class Observation:
         if not self.tracer.saves:
             return None
         return graph_of(self.tracer, self.model, optimizer, gradient_bytes=0)
-
-
-class _Backwards:
-    """Replaces the function through which torch starts backward passes while somebody waits for one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[Observation] = []
-        self._original: Any = None
-
-    def expect(self, observation: Observation) -> None:
-        """Let ``observation`` see the backward passes to come."""
-        with self._lock:
-            self._waiting.append(observation)
-            if len(self._waiting) == 1:
-                self._original = torch.autograd._engine_run_backward
-                torch.autograd._engine_run_backward = self._run
-
-    def forget(self, observation: Observation) -> None:
-        """``observation`` has seen enough."""
-        with self._lock:
-            if observation in self._waiting:
-                self._waiting.remove(observation)
-                if not self._waiting:
-                    torch.autograd._engine_run_backward = self._original
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        original = self._original
-        waiting = list(self._waiting)
-
-        def nested(rest: list[Observation]) -> Any:
-            if not rest:
-                return original(*args, **kwargs)
-            return rest[0].backward(lambda: nested(rest[1:]))
-
-        return nested(waiting)
-
-
-_backwards = _Backwards()

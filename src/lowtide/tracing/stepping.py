@@ -113,16 +113,17 @@ def rehearse(step: Step, model: nn.Module, plan: Plan, *, fake: bool = True) -> 
     from lowtide.recording import record
 
     with _on_fakes(step, model) if fake else nullcontext(), _untouched(model):
-        resident = distinct_bytes([*model.parameters(), *model.buffers()])
+        there = [*model.parameters(), *model.buffers(), *_gradients(model)]
+        resident = distinct_bytes(there)
         counter = LiveBytes()
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in there:
             counter.ignore(tensor)
         with counter:
             with record(policy_of(plan), check="never"):
                 loss = _loss(step)
             loss.backward()
             del loss
-    return counter.peak + resident
+    return counter.peak + counter.inputs + resident
 
 
 def _run(tracer: Tracer, step: Step) -> None:

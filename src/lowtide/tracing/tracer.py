@@ -268,7 +268,7 @@ class Tracer(Recorder):
         """Seconds of the operation: the median of repeats on the same input, after one to warm up."""
         if op.keep is not None or op.swaps_memory:
             return 0.0
-        drew = drawn(args, kwargs) if op.random else None
+        drew = drawn(op, args, kwargs) if op.random else None
         written = _distinct(tensors_at((*op.writes, *op.undeclared), args, kwargs))
         copies = {id(t.untyped_storage()): clone_storage(t) for t in written}
         args, kwargs = _on_copies(args, kwargs, copies)

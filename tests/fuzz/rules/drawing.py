@@ -58,7 +58,8 @@ class Rule:
     `template` is Python text: operands a b c d, constants x y z u w, results r s t. A `risky` rule may make
     an earlier saved tensor stale, so the program so far is tried after it; a rule that `removes` ends its
     first operand's life; `scope` is a `with` the instruction needs. An
-    `unseen` rule writes past version counters, so nothing but a recorder that watches can know of it.
+    `unseen` rule writes past version counters, or makes a name through which others do: only a recorder that
+    watches can know of it, so no risky rule follows it where nobody watches.
     """
 
     name: str

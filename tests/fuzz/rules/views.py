@@ -112,7 +112,7 @@ RULES = [
         0.5,
     ),
     Rule("detach", "{r} = {a}.detach()", one(numeric), 1),
-    Rule("data", "{r} = {a}.data", one(numeric), 1),
+    Rule("data", "{r} = {a}.data", one(numeric), 1, unseen=True),
     Rule("detached use", "{r} = {a} * {a}.detach()", one(numeric), 1),
     Rule("contiguous", "{r} = {a}.contiguous()", one(numeric), 1.5),
     Rule("transposed contiguous", "{r} = {a}.mT.contiguous()", one(dims(2)), 1),
