@@ -413,7 +413,7 @@ class Recurrent(nn.Module):
         return last
 
 
-def lstm(steps: int = 200) -> ZooModel:
+def lstm(steps: int = 80) -> ZooModel:
     """A recurrence over many steps."""
     torch.manual_seed(0)
     return zoo_model(

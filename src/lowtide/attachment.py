@@ -57,7 +57,9 @@ class AttachReport:
 class Handle:
     """What ``attach`` returns: the plan in force, a report, and ``detach``; also a context manager."""
 
-    def __init__(self, model: nn.Module, source: Plan | Policy | Callable[[Op], bool] | int | str, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, source: Plan | Policy | Callable[[Op], bool] | int | str, **options: Any
+    ) -> None:
         self._model = weakref.ref(model)
         self._optimizer: torch.optim.Optimizer | None = options["optimizer"]
         self._strict: bool = options["strict"]
@@ -272,9 +274,7 @@ def attach(
 
 def _trains(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether anything in this call requires grad."""
-    return any(p.requires_grad for p in model.parameters()) or any(
-        t.requires_grad for t in tensors_in((args, kwargs))
-    )
+    return any(p.requires_grad for p in model.parameters()) or any(t.requires_grad for t in tensors_in((args, kwargs)))
 
 
 def _thrifty() -> Policy:
@@ -336,7 +336,7 @@ class _Interception:
         if own is None:
             del kind.__call__
         else:
-            kind.__call__ = own  # type: ignore[assignment]
+            kind.__call__ = own  # type: ignore[method-assign]
 
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         handles = self._handles
@@ -374,4 +374,3 @@ class _Optimizers:
 
 _interception = _Interception()
 _optimizers = _Optimizers()
-

@@ -118,9 +118,7 @@ def open_bench(device: str | torch.device) -> Bench:
         reason = str(error).splitlines()[0]
         raise UnknownHardware(f"Device {str(device)!r} cannot be used: {reason}") from error
     if found.type not in STREAM_MEBIBYTES:
-        raise UnknownHardware(
-            f"Device {str(device)!r} cannot be calibrated; {', '.join(STREAM_MEBIBYTES)} can."
-        )
+        raise UnknownHardware(f"Device {str(device)!r} cannot be calibrated; {', '.join(STREAM_MEBIBYTES)} can.")
     if found.type != "cpu":
         return Bench(found, time.perf_counter, partial(torch.accelerator.synchronize, found))
     # Other processes slow the wall clock down; the process's own clock adds up what all its threads use.
@@ -134,9 +132,7 @@ def measure_products(bench: Bench, dtype: torch.dtype, allowance: float) -> Iter
     for size in MATMUL_SIZES:
         try:
             left, right = (random_numbers(bench, size * size, dtype).view(size, size) for _ in range(2))
-            measured = bench.measure(
-                partial(torch.mm, left, right), 2 * size**3, allowance / len(MATMUL_SIZES)
-            )
+            measured = bench.measure(partial(torch.mm, left, right), 2 * size**3, allowance / len(MATMUL_SIZES))
         except (RuntimeError, TypeError):
             return  # the device does not know this dtype, or has no room for this size
         yield measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,12 +118,13 @@ def checkpoint_sequential(
     Raises:
         PolicyError: ``segments`` is less than 1 or more than there are functions.
     """
-    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    children = functions.children() if isinstance(functions, nn.Sequential) else functions
+    steps: list[Callable[..., Any]] = list(children)
     if not 1 <= segments <= max(1, len(steps)):
         raise PolicyError(f"{len(steps)} functions cannot be run in {segments} segments")
     size = len(steps) // segments
     cuts = [i * size for i in range(segments)] + [len(steps)]
-    for first, last in zip(cuts[:-2], cuts[1:-1], strict=True):
+    for first, last in pairwise(cuts[:-1]):
         input = checkpoint(_chain(steps[first:last]), input, **kwargs)
     return _chain(steps[cuts[-2] :])(input)
 

@@ -98,9 +98,7 @@ class _Reasons:
             if not self.replays[index]:
                 return FREE, "backward does not need it"
             again = f", {self.replays[index]} times" if self.replays[index] > 1 else ""
-            return RECOMPUTED, (
-                "backward needs it" if self._bytes(op) else "others are computed from it"
-            ) + again
+            return RECOMPUTED, ("backward needs it" if self._bytes(op) else "others are computed from it") + again
         needed = [buffer for buffer in results if buffer in self.saved or buffer in self.starts]
         if not needed:
             return FREE, "backward does not need it"
@@ -112,11 +110,7 @@ class _Reasons:
         if any(buffer in self.starts for buffer in needed):
             return "restore point: others are computed from it"
         if not self.plan.recompute or self.plan.budget_bytes is None:
-            return (
-                "saved: the policy says so"
-                if self.plan.budget_bytes is None
-                else "saved: it fits in the budget"
-            )
+            return "saved: the policy says so" if self.plan.budget_bytes is None else "saved: it fits in the budget"
         if not any(self.graph.buffers[buffer].storage in self.at_peak for buffer in needed):
             return "saved: it is not there at the peak"
         if self._price(index) > self.dearest:

@@ -1,10 +1,10 @@
 """StepGraph: what one training step computes, as a frozen value without tensors.
 
-    ops       every operation of forward and backward, in order, with its site
-    buffers   one version of one storage's contents each; an in-place operation makes a new version
-    storages  the memory: bytes, kind, owner
-    saves     what autograd keeps for backward, each a buffer
-    events    the step as it happened: operations, saves, what backward asks for and lets go of, memory dying
+ops       every operation of forward and backward, in order, with its site
+buffers   one version of one storage's contents each; an in-place operation makes a new version
+storages  the memory: bytes, kind, owner
+saves     what autograd keeps for backward, each a buffer
+events    the step as it happened: operations, saves, what backward asks for and lets go of, memory dying
 """
 
 from __future__ import annotations

@@ -142,9 +142,7 @@ MATMUL_SOURCE = "matmul efficiency: S. Bekman, Machine Learning Engineering, 202
 # reports as the total, rounded down: the driver and error correction keep some of the gigabytes in the name.
 # Apple: three quarters of the largest configuration, as Metal recommends; power of the whole machine.
 CATALOGUE: tuple[Accelerator, ...] = (
-    board(
-        "T4", 14.5, 320, {"float32": 8.1, "float16": 65, "float64": 0.254}, 70, "NVIDIA T4 data sheet, 2019"
-    ),
+    board("T4", 14.5, 320, {"float32": 8.1, "float16": 65, "float64": 0.254}, 70, "NVIDIA T4 data sheet, 2019"),
     board("A10G", 22.0, 600, rates(35, 70, 0.547, tf32=35), 300, "NVIDIA A10G data sheet for AWS, 2022"),
     board(
         "L4",
@@ -188,12 +186,8 @@ CATALOGUE: tuple[Accelerator, ...] = (
         "and so do matmuls: xzwgit/gpu-flops-bench, 2026",
         matmul=1.0,
     ),
-    board(
-        "A100-40", 39.4, 1555, AMPERE, 400, f"NVIDIA A100 data sheet, 2020, SXM; {MATMUL_SOURCE}", matmul=0.87
-    ),
-    board(
-        "A100-80", 79.1, 2039, AMPERE, 400, f"NVIDIA A100 data sheet, 2021, SXM; {MATMUL_SOURCE}", matmul=0.87
-    ),
+    board("A100-40", 39.4, 1555, AMPERE, 400, f"NVIDIA A100 data sheet, 2020, SXM; {MATMUL_SOURCE}", matmul=0.87),
+    board("A100-80", 79.1, 2039, AMPERE, 400, f"NVIDIA A100 data sheet, 2021, SXM; {MATMUL_SOURCE}", matmul=0.87),
     board(
         "H100",
         79.1,
@@ -237,8 +231,7 @@ CATALOGUE: tuple[Accelerator, ...] = (
         400,
         {"float32": 13.6, "bfloat16": 13.6, "float16": 13.6},
         145,
-        "Apple, 17 January 2023: 38 cores, 96 GB; rate: cores × 128 lanes × 2 × 1.398 GHz; "
-        "watts: Apple support 102027",
+        "Apple, 17 January 2023: 38 cores, 96 GB; rate: cores × 128 lanes × 2 × 1.398 GHz; watts: Apple support 102027",
     ),
     board(
         "M3 Max",
@@ -267,9 +260,7 @@ CATALOGUE: tuple[Accelerator, ...] = (
     ),
 )
 
-WITHOUT_MEANING = re.compile(
-    r"nvidia|geforce|tesla|rtx|amd|instinct|apple|gpu|tensor|core|gi?b|sxm\d?|hbm\d?e?"
-)
+WITHOUT_MEANING = re.compile(r"nvidia|geforce|tesla|rtx|amd|instinct|apple|gpu|tensor|core|gi?b|sxm\d?|hbm\d?e?")
 ALIASES = {
     "h10080": "h100",
     "h200141": "h200",
@@ -311,8 +302,7 @@ def find(name: str) -> Accelerator:
     nearest = f" Nearest: {' or '.join(close)}." if close else ""
     known = ", ".join(accelerator.name for accelerator in CATALOGUE)
     raise UnknownHardware(
-        f"Unknown hardware {name!r}.{nearest} Known: {known}. "
-        "`lowtide calibrate` measures the machine at hand."
+        f"Unknown hardware {name!r}.{nearest} Known: {known}. `lowtide calibrate` measures the machine at hand."
     )
 
 

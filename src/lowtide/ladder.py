@@ -77,5 +77,3 @@ def accumulating(graph: StepGraph) -> StepGraph:
     events += [(int(Event.FREE), storage) for storage in made]
     size = sum(graph.storages[i].bytes for i in gradients)
     return replace(graph, events=tuple(events), gradient_bytes=size)
-
-

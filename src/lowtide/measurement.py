@@ -133,13 +133,9 @@ def _with_prediction(row: Row, plan: Plan | None) -> Row:
     if predicted is None or row.failure:
         return row
     if row.name == "lowtide":
-        return replace(
-            row, predicted_peak_bytes=predicted.peak_bytes, predicted_seconds=predicted.step_seconds
-        )
+        return replace(row, predicted_peak_bytes=predicted.peak_bytes, predicted_seconds=predicted.step_seconds)
     if row.name == "plain" and predicted.plain_peak_bytes:
-        return replace(
-            row, predicted_peak_bytes=predicted.plain_peak_bytes, predicted_seconds=predicted.plain_seconds
-        )
+        return replace(row, predicted_peak_bytes=predicted.plain_peak_bytes, predicted_seconds=predicted.plain_seconds)
     return row
 
 

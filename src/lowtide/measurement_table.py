@@ -33,9 +33,7 @@ def render(measurement: Measurement) -> RenderableType:
 def _bytes(row: Row, predicted: bool) -> list[str]:
     if row.failure:
         return [""] * (2 + predicted)
-    foretold = (
-        [format_bytes(row.predicted_peak_bytes) if row.predicted_peak_bytes else ""] if predicted else []
-    )
+    foretold = [format_bytes(row.predicted_peak_bytes) if row.predicted_peak_bytes else ""] if predicted else []
     return [format_bytes(row.peak_bytes), _ratio(row.peak_ratio), *foretold]
 
 

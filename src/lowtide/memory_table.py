@@ -64,9 +64,7 @@ class MemoryTable:
     @property
     def modules(self) -> tuple[tuple[str, int], ...]:
         """Bytes by module, largest first; what belongs to no module by its kind or as the model's own."""
-        return _largest_first(
-            (row.module or (MODEL if row.op else f"({row.kind})"), row.bytes) for row in self.rows
-        )
+        return _largest_first((row.module or (MODEL if row.op else f"({row.kind})"), row.bytes) for row in self.rows)
 
     def ops(self, kind: str) -> tuple[tuple[str, int], ...]:
         """Bytes of one kind by the operation that made them, largest first."""
@@ -163,9 +161,7 @@ class _Depth:
     def __init__(self, graph: StepGraph) -> None:
         paths = [storage.owner for storage in graph.storages]
         self.lists = lists_in(graph.structure) if graph.structure else first_numbers(paths)
-        self.above = {
-            ".".join(p.split(".")[:i]) for p in self.lists if p for i in range(1, len(p.split(".")) + 1)
-        }
+        self.above = {".".join(p.split(".")[:i]) for p in self.lists if p for i in range(1, len(p.split(".")) + 1)}
 
     def of(self, path: str) -> tuple[Pattern, Indices]:
         """The module that ``path`` counts as."""

@@ -121,9 +121,7 @@ class Trial:
         for what in dict.fromkeys((*plain, *other)):
             how = _how(plain.get(what), other.get(what))
             if how is not None:
-                where = (
-                    f"{what.module} ({kinds[what.module]})" if what.module in kinds and what.module else ""
-                )
+                where = f"{what.module} ({kinds[what.module]})" if what.module in kinds and what.module else ""
                 found.append((what, Difference(str(what), where, what.step, *how)))
         return found
 
@@ -142,11 +140,7 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
 def _how(plain: Any, other: Any) -> tuple[str, float | None] | None:
     """How ``other`` differs, in words and as the largest difference; None where it does not."""
     if plain is None or other is None:
-        return (
-            None
-            if plain is other
-            else ("missing" if other is None else "there, but not in the plain step", None)
-        )
+        return None if plain is other else ("missing" if other is None else "there, but not in the plain step", None)
     if not (isinstance(plain, Tensor) and isinstance(other, Tensor)):
         return None if plain == other else ("differs", None)
     if equal(plain, other):

@@ -45,9 +45,7 @@ class Contender:
 def _blocks(model: nn.Module, name: str) -> list[nn.Module]:
     paths = repeated_blocks(structure_of(model))
     if not paths:
-        raise PolicyError(
-            f"{name} needs repeated blocks (a list of modules of one class); this model has none"
-        )
+        raise PolicyError(f"{name} needs repeated blocks (a list of modules of one class); this model has none")
     return [model.get_submodule(path) for path in paths]
 
 

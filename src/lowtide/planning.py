@@ -111,7 +111,12 @@ class Planner:
         """The best plans at ``points`` budgets between the least peak and the peak of keeping everything."""
         low, high = self.lowest.peak, self.plain.peak
         budgets = (low + (high - low) * n // points for n in range(1, points))
-        found = [self.plain, self.lowest, *self.deep, *(c for c in map(self._within, budgets) if c is not None)]
+        found = [
+            self.plain,
+            self.lowest,
+            *self.deep,
+            *(c for c in map(self._within, budgets) if c is not None),
+        ]
         best: list[Candidate] = []
         for one in sorted(found, key=lambda c: (c.peak, c.seconds)):
             if not best or one.seconds < best[-1].seconds:

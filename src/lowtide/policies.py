@@ -52,7 +52,19 @@ class _KeepMatmuls(Policy):
         return "lowtide.policies.keep_matmuls"
 
 
-_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "_grouped_mm", "_scaled_mm", "addmv", "mv"}
+_MATMULS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "addbmm",
+    "linear",
+    "matmul",
+    "_grouped_mm",
+    "_scaled_mm",
+    "addmv",
+    "mv",
+}
 _MATMUL_PARTS = ("convolution", "scaled_dot_product", "attention", "mkldnn_linear", "rnn", "lstm", "gru")
 
 keep_matmuls = _KeepMatmuls()

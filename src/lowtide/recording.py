@@ -167,7 +167,7 @@ def recomputable(subject: Any) -> Any:
         TypeError: ``subject`` is none of these.
     """
     if isinstance(subject, type) and issubclass(subject, torch.autograd.Function):
-        trusted_codes.add(subject.forward.__code__)  # type: ignore[attr-defined]
+        trusted_codes.add(subject.forward.__code__)
     elif isinstance(subject, str) and "::" in subject:
         declare(subject.replace("::", "."))
     elif isinstance(subject, torch._ops.OpOverload):

@@ -179,9 +179,7 @@ def _fold(structure: Structure) -> list[Any]:
         first = number(name)
         block, after = _block(structure, at)
         last = first
-        while (
-            last is not None and after < len(structure) and structure[after][0] == join(parent, str(last + 1))
-        ):
+        while last is not None and after < len(structure) and structure[after][0] == join(parent, str(last + 1)):
             same, end = _block(structure, after)
             if same != block:
                 break

@@ -58,9 +58,7 @@ class Timeline:
         return html_of(str(self))
 
 
-def simulate(
-    graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int], *, trail: bool = True
-) -> Timeline:
+def simulate(graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int], *, trail: bool = True) -> Timeline:
     """Run the step of ``graph`` on paper under ``plan``.
 
     Args:

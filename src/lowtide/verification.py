@@ -211,7 +211,5 @@ def dirty_memory(devices: set[torch.device]) -> None:
 def _freed_on_cuda(device: torch.device) -> list[int]:
     """The sizes of the blocks that the caching allocator has and nobody uses, largest first."""
     segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == device.index)
-    free = (
-        block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive"
-    )
+    free = (block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "inactive")
     return sorted(free, reverse=True)

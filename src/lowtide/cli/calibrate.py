@@ -19,9 +19,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 10,
     device: Annotated[str, typer.Option(help="What to measure: cpu, cuda, cuda:1 or mps.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print what is saved as one JSON object, no table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what is saved as one JSON object, no table.")] = False,
 ) -> None:
     """Measure how fast this machine multiplies matrices, moves memory and starts an op, and save the numbers.
 

@@ -19,15 +19,11 @@ def demo(
         int | None,
         typer.Option(min=3, help="Training steps of each contender; by default 24, with --quick 8."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A much smaller model: seconds, not minutes.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A much smaller model: seconds, not minutes.")] = False,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of each operation. CPU time is only fair to compare on one.")
     ] = 1,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, no table and no progress.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, no table and no progress.")] = False,
 ) -> None:
     """Train a small GPT on Python's own manual, with and without keeping its activations.
 
@@ -40,9 +36,7 @@ def demo(
     from lowtide.demo.table import as_record, render_table, unequal
     from lowtide.demo.training import full_settings, quick_settings
 
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # else each profile writes two lines of its own to standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each profile writes two lines of its own to standard error
     torch.set_num_threads(threads)
     settings = quick_settings(steps or 8) if quick else full_settings(steps or 24)
     outcomes = run(settings, show_progress=not as_json)
@@ -79,9 +73,7 @@ def run(settings: Settings, show_progress: bool) -> list[Outcome]:
     task = progress.add_task("starting", total=settings.steps * len(contenders))
 
     def watch(taken: Run) -> None:
-        progress.update(
-            task, advance=1, description=f"{taken.contender.name:<24} loss {taken.losses[-1]:.3f}"
-        )
+        progress.update(task, advance=1, description=f"{taken.contender.name:<24} loss {taken.losses[-1]:.3f}")
 
     try:
         with progress:

@@ -44,9 +44,7 @@ def render_memory(table: MemoryTable) -> RenderableType:
     modules = [(name, size, "") for name, size in _shortened(table.modules, total, MODULES, "modules")]
     width = min(NAME, max(len(name) for name, _, _ in [*kinds, *modules, ("module", 0, "")]))
     title = Text(f"{format_bytes(table.total_bytes)} at the peak, {table.where}", style="bold")
-    return Group(
-        title, Text(), _bars("kind", kinds, total, width), Text(), _bars("module", modules, total, width)
-    )
+    return Group(title, Text(), _bars("kind", kinds, total, width), Text(), _bars("module", modules, total, width))
 
 
 def bar(fraction: float, width: int = BAR) -> str:

@@ -23,7 +23,6 @@ from lowtide.graph import Event, StepGraph
 from lowtide.solvers.highs import silent
 from lowtide.solvers.segmentation import Chain, overwritten
 
-
 _MOMENTS = 8  # of each segment's backward
 
 

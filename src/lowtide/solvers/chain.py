@@ -13,7 +13,7 @@ given menus, up to the rounding of bytes to quanta.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class ChainSolver:
     """Settings: into how many quanta the budget is divided, and how the menus are made."""
 
     quanta: int = 1500
-    menu: Menu = Menu()
+    menu: Menu = field(default_factory=Menu)
 
     def prepare(self, graph: StepGraph, progress: Callable[[int, int], None] | None = None) -> Tables:
         """Menus and their costs, for any budget."""
@@ -75,7 +75,7 @@ class Tables:
 
     def smallest(self) -> float:
         """No choice of these menus peaks below this."""
-        return max(min(c.own for c in row) + self.before[i] for i, row in enumerate(self.rows))
+        return float(max(min(c.own for c in row) + self.before[i] for i, row in enumerate(self.rows)))
 
     def best(self, budget: float) -> frozenset[int] | None:
         """The fastest choices whose peak is within ``budget`` by these costs, as operations; None if there are none."""

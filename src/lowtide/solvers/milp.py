@@ -105,7 +105,9 @@ class Programme:
             most = self._extra(start[1]) / self.second_unit * (1 - _CLOSE) - constant
         self.solver.changeRowBounds(self.cutoff, -highspy.kHighsInf, most)
         for row, low, (_, timeline) in self.forbidden:
-            self.solver.changeRowBounds(row, low if timeline.peak_bytes > budget else -highspy.kHighsInf, highspy.kHighsInf)
+            self.solver.changeRowBounds(
+                row, low if timeline.peak_bytes > budget else -highspy.kHighsInf, highspy.kHighsInf
+            )
         return self._search(start, budget)
 
     def least(self, start: Found | None = None) -> Answer:
@@ -156,9 +158,7 @@ class Programme:
     def _seconds(self) -> Terms:
         """Seconds on top of the plain step, less the host's for recording every operation."""
         graph, unit = self.graph, self.second_unit
-        again = {
-            c: (graph.ops[i].seconds + graph.host_seconds) / unit for i, c in self.moments.again.items()
-        }
+        again = {c: (graph.ops[i].seconds + graph.host_seconds) / unit for i, c in self.moments.again.items()}
         return again | dict.fromkeys(self.decisions.column.values(), -graph.host_seconds / unit)
 
     # ---- the solver -----------------------------------------------------------------------------------------

@@ -174,9 +174,7 @@ def state_before(graph: StepGraph, event: int) -> State:
             user.discard(index)
         else:
             sealed = True
-    return State(
-        ran, sealed, frozenset(user), current, frozenset(saves.values()), frozenset(ever), tuple(asked)
-    )
+    return State(ran, sealed, frozenset(user), current, frozenset(saves.values()), frozenset(ever), tuple(asked))
 
 
 class Moments:

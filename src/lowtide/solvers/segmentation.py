@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lowtide.graph import Event, StepGraph
 from lowtide.policies import repeated_blocks
@@ -47,7 +48,7 @@ class Chain:
 def chain_of(graph: StepGraph) -> Chain:
     """Cut ``graph`` into a chain."""
     cuts = _cuts(graph)
-    ranges = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    ranges = [(a, b) for a, b in pairwise(cuts) if b > a]
     kinds: dict[object, int] = {}
     segments = tuple(Segment(a, b, kinds.setdefault(_shape(graph, a, b), len(kinds))) for a, b in ranges)
     firsts = [segment.first for segment in segments]
@@ -81,7 +82,7 @@ def _cuts(graph: StepGraph) -> list[int]:
             end = last
     inside = {a for a, _ in spans}
     ordered = sorted(cuts)
-    for a, b in zip(ordered, ordered[1:], strict=False):
+    for a, b in pairwise(ordered):
         if a not in inside and b - a > _LARGEST:
             cuts |= set(_small_cuts(graph, a, b))
     return sorted(cuts)
@@ -115,9 +116,7 @@ def _shape(graph: StepGraph, first: int, last: int) -> object:
     rows = []
     for index in range(first, last):
         op = graph.ops[index]
-        inputs = tuple(
-            graph.buffers[r].maker - first if graph.buffers[r].maker >= first else -1 for r in op.reads
-        )
+        inputs = tuple(graph.buffers[r].maker - first if graph.buffers[r].maker >= first else -1 for r in op.reads)
         results = (*op.makes, *(new for _, new in op.writes))
         sizes = tuple((graph.storages[graph.buffers[b].storage].bytes, b in saved) for b in results)
         rows.append((op.name, inputs, sizes, op.keep))

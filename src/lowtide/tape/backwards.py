@@ -1,8 +1,8 @@
 """Backward passes that start while somebody records: who wants to look on, and who steps aside.
 
-    loss.backward() ─▶ torch.autograd._engine_run_backward ─▶ replaced while anybody asks for it
-                        recorder of this thread: off the mode stack, unless the backward is itself recorded
-                        an observer: on the mode stack, to see what backward computes
+loss.backward() ─▶ torch.autograd._engine_run_backward ─▶ replaced while anybody asks for it
+                    recorder of this thread: off the mode stack, unless the backward is itself recorded
+                    an observer: on the mode stack, to see what backward computes
 """
 
 from __future__ import annotations

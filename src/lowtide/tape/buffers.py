@@ -27,7 +27,7 @@ MADE = "_lowtide_made"
 HELD = "_lowtide_held"
 _SNAPSHOT = "_lowtide_snapshot"
 
-Layout = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
+Layout = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
 """size, stride, offset (in elements of dtype), dtype, bits (1: lazy conjugate, 2: lazy negative)."""
 
 
@@ -122,6 +122,11 @@ def place(value: Tensor, layout: Layout) -> Tensor:
 
 def clone_storage(value: Tensor) -> Tensor:
     """A private copy of all of ``value``'s storage, laid out as ``value``."""
+    whole, rest = divmod(value.untyped_storage().nbytes(), value.element_size())
+    if not rest and not value.is_conj() and not value.is_neg():
+        # Not by set_ where that can be avoided: a fake tensor that it is called on keeps both storages alive.
+        copy = value.as_strided((whole,), (1,), 0).clone()
+        return copy.as_strided(value.size(), value.stride(), value.storage_offset())
     storage = value.untyped_storage().clone()
     copy = torch.empty(0, dtype=value.dtype, device=value.device)
     return copy.set_(storage, value.storage_offset(), value.size(), value.stride())
@@ -136,7 +141,8 @@ def dispatches(kind: type) -> bool:
     """Whether tensors of this class take operations into their own hands (DTensor, FakeTensor, ...)."""
     known = _plain.get(kind)
     if known is None:
-        known = _plain[kind] = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+        own = getattr(kind, "__torch_dispatch__", None)
+        known = _plain[kind] = own is not Tensor.__torch_dispatch__
     return known
 
 

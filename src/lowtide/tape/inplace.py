@@ -67,9 +67,7 @@ def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[
     return out
 
 
-def targets_of(
-    recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, Target]:
+def targets_of(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Target]:
     """The storages that the operation writes, by id."""
     targets: dict[int, Target] = {}
     declared = {id(tensor) for tensor in tensors_at(op.writes, args, kwargs)}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Position = int | str | tuple[int, int]
-"""Where an argument sits: positional index, keyword, or (index, index in a list argument)."""
+Position = int | str | tuple[int | str, int]
+"""Where an argument sits: positional index, keyword, or (one of these, index in a list argument)."""
 
 
 class Operator:
@@ -62,9 +62,7 @@ class Operator:
         self.blank = short in _BLANK
         self.swaps_memory = short in _SWAPS_MEMORY
         self.whole = short in _OVERWRITES_WHOLE or torch.Tag.out in func.tags
-        self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (
-            torch.Tag.nondeterministic_bitwise in func.tags
-        )
+        self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (torch.Tag.nondeterministic_bitwise in func.tags)
         # The schema calls _unsafe_view's result a new tensor, but it shares memory; prim only asks questions.
         self.view = self.view or short == "_unsafe_view" or namespace == "prim"
         if namespace not in _KNOWN_NAMESPACES:

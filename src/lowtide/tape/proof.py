@@ -63,7 +63,12 @@ def watch_memory(recorder: Recorder, tensor: Tensor) -> None:
         return
     seen = buffer.rare.print
     if seen is not None and fingerprint(storage) != seen:
-        _distrust(recorder, buffer.recipe.op, buffer.rare.site, "its result was written by code that the dispatcher does not see")
+        _distrust(
+            recorder,
+            buffer.recipe.op,
+            buffer.rare.site,
+            "its result was written by code that the dispatcher does not see",
+        )
         expose(storage, tensor)
 
 
@@ -145,7 +150,7 @@ def run_write(
     storages |= {id(t.untyped_storage()): t.untyped_storage() for t in results_of(out)}
     for storage in storages.values():
         buffer = getattr(storage, MADE, None)
-        if any(buffer is known for known in buffers):
+        if buffer is not None and any(buffer is known for known in buffers):
             _stamp(buffer, storage, site)
     return out
 
@@ -164,7 +169,8 @@ def _pairs(buffers: list[Buffer], results: list[Tensor]) -> list[tuple[Buffer, t
             continue
         storage = result.untyped_storage()
         buffer = getattr(storage, MADE, None)
-        if result.numel() * result.element_size() == storage.nbytes() and any(buffer is b for b in buffers):
+        fills = result.numel() * result.element_size() == storage.nbytes()
+        if fills and buffer is not None and any(buffer is b for b in buffers):
             pairs.append((buffer, storage))
     return pairs
 
@@ -222,7 +228,7 @@ def _at(position: Any, args: Any, kwargs: Any) -> Tensor:
         tensor = (kwargs if isinstance(outer, str) else args)[outer][item]
     else:
         tensor = (kwargs if isinstance(position, str) else args)[position]
-    return tensor  # type: ignore[no-any-return]
+    return tensor
 
 
 def _run_again(op: Operator, args: Any, kwargs: Any, drew: Any) -> Any:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Read = tuple["Position", Buffer, Layout]
 
 _order = itertools.count()
+
+
 class Recipe:
     """One recorded operation that made one new result: operator, arguments with tensors as (buffer, layout)."""
 
@@ -89,18 +91,13 @@ class FullRecipe(Recipe):
 
 
 def _put(args: list[Any], kwargs: dict[str, Any] | None, position: Position, value: Any) -> None:
-    if type(position) is int:
-        args[position] = value
-    elif type(position) is str:
-        assert kwargs is not None
-        kwargs[position] = value
-    else:
-        index, item = position  # type: ignore[misc]
-        if isinstance(index, str):
-            assert kwargs is not None
-            kwargs[index] = [*kwargs[index][:item], value, *kwargs[index][item + 1 :]]
-        else:
-            args[index] = [*args[index][:item], value, *args[index][item + 1 :]]
+    """Put ``value`` where an argument was."""
+    if not isinstance(position, tuple):
+        (args if isinstance(position, int) else kwargs or {})[position] = value  # type: ignore[index]
+        return
+    where, item = position
+    table: Any = args if isinstance(where, int) else kwargs
+    table[where] = [*table[where][:item], value, *table[where][item + 1 :]]
 
 
 def capture(

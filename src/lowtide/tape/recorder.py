@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PASS, DROP, ASK, WRITE, SWAP, FORCE = range(6)
 _NONE: dict[str, Any] = {}
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_plain = {Tensor, Parameter}  # classes whose tensors are recorded; FakeTensor is added when it is met
+_plain: set[type] = {Tensor, Parameter}  # classes whose tensors are recorded; FakeTensor is added when it is met
 
 
 class Frame:

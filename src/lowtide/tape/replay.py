@@ -35,7 +35,7 @@ for _name in dir(torch._C.DispatchKey):
     if _name.startswith("Autocast") or (_name.startswith("Autograd") and "Functionality" not in _name):
         _BELOW = _BELOW | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
 for _name in ("VmapMode", "FuncTorchVmapMode"):  # of a backward that runs batched
-    _BELOW = _BELOW | torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_name))
+    _BELOW = _BELOW | torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_name))  # type: ignore[arg-type]
 
 
 class TapeMode(TorchDispatchMode):
@@ -68,21 +68,20 @@ def rebuild(buffer: Buffer) -> Tensor:
     with _lock:
         if buffer.recipe is None:  # another thread was faster
             return buffer.contents()
-        guard = torch._C._ExcludeDispatchKeyGuard(_BELOW)
         grad = torch.is_grad_enabled()
         recording = torch._C._len_torch_dispatch_stack() > 0
         if recording:
             _pause(1)
         try:
-            for step in _plan(buffer):
-                if step.recipe.grad is not torch.is_grad_enabled():
-                    torch._C._set_grad_enabled(step.recipe.grad)
-                _follow(step)
+            with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+                for step in _plan(buffer):
+                    if step.recipe.grad is not torch.is_grad_enabled():
+                        torch._C._set_grad_enabled(step.recipe.grad)
+                    _follow(step)
         finally:
             if recording:
                 _pause(-1)
             torch._C._set_grad_enabled(grad)
-            del guard
     return buffer.contents()
 
 
@@ -188,7 +187,7 @@ def _follow_full(step: Step, recipe: FullRecipe) -> None:
 
 
 def _base(read: Buffer, alone: bool, again: bool) -> Tensor:
-    """The memory that an operation writes in place: a copy of the old version, or that itself if nobody else reads it."""
+    """The memory that an operation writes in place: a copy of the old version, or itself if nobody else reads it."""
     value = read.contents()
     if not alone or read.version is not None or (again and read.recipe is None):
         return clone_storage(value)

@@ -1,9 +1,9 @@
 """What autograd is given in place of a saved tensor, and what it gets back for it.
 
-    forward   save(t) ─▶ pack ─▶ Kept(t)          the memory stays
-                               ─▶ Ticket(buffer)   the memory goes
-    backward  unpack(Kept)   ─▶ t, if nobody changed it
-              unpack(Ticket) ─▶ t, if the program still holds it; else the buffer, made again
+forward   save(t) ─▶ pack ─▶ Kept(t)          the memory stays
+                           ─▶ Ticket(buffer)   the memory goes
+backward  unpack(Kept)   ─▶ t, if nobody changed it
+          unpack(Ticket) ─▶ t, if the program still holds it; else the buffer, made again
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from lowtide.errors import RootChanged
 from lowtide.tape.buffers import HELD, Buffer, Layout, alias, hold, layout_of, place
 from lowtide.tape.replay import rebuild
-
 
 Kept = tuple[Tensor, int | None]
 """A saved tensor handed over as it is, with the version that autograd itself would have checked."""

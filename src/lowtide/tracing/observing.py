@@ -1,9 +1,9 @@
 """Watch one training step of somebody else's loop: its forward here, its backward wherever it is started.
 
-    with observation:            the tracer records, drops thriftily, proves
-        model(...)
-    loss = ...                   outside: not seen, but what backward reads of it is counted
-    loss.backward()              torch.autograd's entry is replaced meanwhile, so that the tracer sees it
+with observation:            the tracer records, drops thriftily, proves
+    model(...)
+loss = ...                   outside: not seen, but what backward reads of it is counted
+loss.backward()              torch.autograd's entry is replaced meanwhile, so that the tracer sees it
 """
 
 from __future__ import annotations

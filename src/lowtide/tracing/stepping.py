@@ -57,12 +57,11 @@ def trace(
 
     tracer = Tracer(0 if fake or hardware is not None else repeats)
     try:
-        with _on_fakes(step, model) if fake else nullcontext():
-            with _untouched(model):
-                existing = _gradients(model)
-                _run(tracer, step)
-                unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
-                graph = graph_of(tracer, model, optimizer, gradient_bytes=unseen)
+        with _on_fakes(step, model) if fake else nullcontext(), _untouched(model):
+            existing = _gradients(model)
+            _run(tracer, step)
+            unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
+            graph = graph_of(tracer, model, optimizer, gradient_bytes=unseen)
     except _FAKE_ERRORS as error:
         if not fake:
             raise
@@ -74,7 +73,11 @@ def trace(
 
 
 def graph_of(
-    tracer: Tracer, model: nn.Module | None, optimizer: torch.optim.Optimizer | str | None, *, gradient_bytes: int
+    tracer: Tracer,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | str | None,
+    *,
+    gradient_bytes: int,
 ) -> StepGraph:
     """What ``tracer`` saw as a graph."""
     return StepGraph(
@@ -203,7 +206,16 @@ def _structure(model: nn.Module | None) -> tuple[tuple[str, str], ...]:
     return () if model is None else structure_of(model)
 
 
-_STATES = {"adam": 2, "adamw": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1, "adafactor": 0}
+_STATES = {
+    "adam": 2,
+    "adamw": 2,
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "adafactor": 0,
+}
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | str | None, model: nn.Module | None) -> int:

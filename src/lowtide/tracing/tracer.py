@@ -97,10 +97,7 @@ class Tracer(Recorder):
         seconds = self._time(op, args, kwargs) if self.repeats else 0.0
         if types and not all(kind in _plain for kind in types):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if self.sealed:
-            out = op.call(*args, **kwargs)
-        else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = op.call(*args, **kwargs) if self.sealed else super().__torch_dispatch__(func, types, args, kwargs)
         number = len(self.ops)
         written = tensors_at((*op.writes, *op.undeclared), args, kwargs)
         writes = tuple(self._new_version(t, number) for t in _distinct(written))
