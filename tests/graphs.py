@@ -125,7 +125,7 @@ class _Drawing:
         )
 
     def _forward(self, number: int, row: Row, last: dict[int, int], held: set[int]) -> list[int]:
-
+        inputs = [b for b in row.saves if self.buffers[b].maker != number]
         own = [b for b in row.saves if self.buffers[b].maker == number]
         saves = [self._save(b) for b in inputs]
         self._run(row.name, False, row.reads, row.makes, row.writes, row.seconds, row.keep)

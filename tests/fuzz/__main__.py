@@ -25,9 +25,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--no-shrink", action="store_true", help="leave failing programs as they are")
     parser.add_argument("--details", action="store_true", help="print every table in full")
-    parser.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="write one small program for each kind of failure"
-    )
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write one small program for each kind of failure")
     return parser.parse_args()
 
 

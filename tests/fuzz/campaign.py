@@ -104,9 +104,7 @@ class Worker:
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, child = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=work, args=(child, self.seeds, self.make, self.shrink), daemon=True
-        )
+        self.process = context.Process(target=work, args=(child, self.seeds, self.make, self.shrink), daemon=True)
         self.process.start()
         child.close()
 

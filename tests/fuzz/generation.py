@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .observing import NAMES
-from .programs import RECORD, Conduct, Instruction, Program, Setting, blocks
+from .programs import RECORD, Conduct, Instruction, Program, Setting, blocks, hides_writes, recording
 from .recorders import plain_recorder
 from .rules import KINDS, RULES, SOURCES, Draw, NoChoice, Rule
 from .support import weigh
@@ -125,8 +125,9 @@ class Workbench:
 
     def draw(self, rule: Rule, scopes: tuple[str, ...]) -> Instruction:
         """Draw operands, constants and names for the results; some results take a name that is in use."""
-        hidden = rule.unseen or any(RULES[i.rule].unseen for i in self.body)
-        if rule.risky and hidden and RECORD not in scopes:
+        if hides_writes([*self.body, Instruction(rule.name, scopes=scopes)]):
+            raise NoChoice
+        if "record." in rule.template and innermost(scopes) and not recording(scopes):
             raise NoChoice
         operands, constants = rule.choose(Draw(self.rng, self.pool()))
         inner = (rule.scope,) if rule.scope and self.rng.random() < 0.95 else ()

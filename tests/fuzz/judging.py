@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _pop_mode
 
 from .observing import Observation, Setup, Step, compiled, differences, far_apart, finite, observe
-from .programs import RECORD, Conduct, Program, Setting
+from .programs import Conduct, Program, Setting, hides_writes
 from .recorders import MakeRecorder, Recorder, bystander_recorder, copying_recorder, plain_recorder
 from .rules import RULES
 
@@ -152,6 +152,8 @@ def judge(program: Program, setting: Setting, make: MakeRecorder) -> Verdict:
     A recorder may refuse a program that, out of its sight, overwrote what a recomputation would read. Where
     results depend on whether any dispatch mode is on, they must be those of a mode that does nothing.
     """
+    if hides_writes(program.body):
+        return discarded("writes where neither a version counter nor a recording shows it")
     try:
         setup, step = compiled(program.source())
     except SyntaxError as error:
@@ -164,7 +166,9 @@ def judge(program: Program, setting: Setting, make: MakeRecorder) -> Verdict:
         return dataclasses.replace(verdict, outcome="refused")
     if verdict.outcome == "fails" and depends_on_modes(program):
         beside = judge_functions(setup, step, program.conduct, setting, make, bystander_recorder)
-        return dataclasses.replace(verdict, outcome="torch") if beside.outcome == "agrees" else verdict
+        both_raise = beside.signature.startswith("plain raises") and verdict.signature.startswith("raises")
+        if beside.outcome == "agrees" or both_raise:
+            return dataclasses.replace(verdict, outcome="torch")
     return verdict
 
 
@@ -177,8 +181,8 @@ def writes_unseen(program: Program) -> bool:
     """Say whether the program may write in place outside of the recording, after something was recorded."""
     recorded = False
     for instruction in program.body:
-        recorded = recorded or RECORD in instruction.scopes
-        if recorded and RECORD not in instruction.scopes and RULES[instruction.rule].risky:
+        recorded = recorded or instruction.recorded
+        if recorded and not instruction.recorded and RULES[instruction.rule].risky:
             return True
     return False
 

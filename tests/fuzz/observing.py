@@ -132,11 +132,7 @@ def observe(setup: Setup, step: Step, conduct: Conduct, record: Recorder) -> Obs
 
 def differences(expected: Observation, got: Observation) -> list[str]:
     """Name everything that is not the same in both."""
-    return [
-        f"{n}: {difference(expected.get(n), got.get(n))}"
-        for n in expected | got
-        if expected.get(n) != got.get(n)
-    ]
+    return [f"{n}: {difference(expected.get(n), got.get(n))}" for n in expected | got if expected.get(n) != got.get(n)]
 
 
 def difference(expected: Bits | None, got: Bits | None) -> str:

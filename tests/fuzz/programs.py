@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 import zlib
+from collections.abc import Sequence
 from typing import Literal
 
 from .rules import RULES, Constant
@@ -28,6 +29,36 @@ class Instruction:
         names = dict(zip("abcd", (f"v{i}" for i in self.operands), strict=False))
         names |= dict(zip("rst", (f"v{i}" for i in self.results), strict=False))
         return RULES[self.rule].template.format(**names, **dict(zip("xyzuw", self.constants, strict=False)))
+
+    @property
+    def recorded(self) -> bool:
+        """Whether lowtide sees the instruction: a recording that is entered without grad records nothing."""
+        return recording(self.scopes)
+
+    @property
+    def writes_hidden(self) -> bool:
+        """Whether the instruction writes past version counters, or makes a name through which others do."""
+        return RULES[self.rule].unseen
+
+
+def recording(scopes: tuple[str, ...]) -> bool:
+    """Say whether a recording is on within these scopes."""
+    grad = True
+    for scope in scopes:
+        grad = (grad or scope == "torch.enable_grad()") and scope != "torch.no_grad()"
+        if scope == RECORD and grad:
+            return True
+    return False
+
+
+def hides_writes(body: Sequence[Instruction]) -> bool:
+    """Say whether something may be written that neither a version counter nor a recording shows."""
+    hidden = False
+    for instruction in body:
+        hidden = hidden or instruction.writes_hidden
+        if hidden and RULES[instruction.rule].risky and not instruction.recorded:
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,9 +84,7 @@ class Shrinker:
             self.fails(self.case.asked(**{field.name: getattr(usual, field.name)}))
 
     def drop_instructions(self) -> None:
-        minimise(
-            list(self.case.program.body), lambda body: self.fails(repaired(self.case.but(body=tuple(body))))
-        )
+        minimise(list(self.case.program.body), lambda body: self.fails(repaired(self.case.but(body=tuple(body)))))
 
     def bypass_instructions(self) -> None:
         """Leave an instruction out and let its readers read one of its operands instead."""
@@ -152,9 +150,7 @@ def repaired(case: Case) -> Case:
     sources = tuple(survivors(program.sources, alive))
     body = tuple(survivors(program.body, alive))
     terms = tuple(n for n in program.terms if n in alive)
-    return case.but(
-        sources=sources, body=body, terms=terms, held=tuple(n for n in program.held if n in alive)
-    )
+    return case.but(sources=sources, body=body, terms=terms, held=tuple(n for n in program.held if n in alive))
 
 
 def survivors(instructions: Sequence[Instruction], alive: set[int]) -> Iterator[Instruction]:
@@ -198,8 +194,7 @@ def renumbered(case: Case) -> Case:
 
     def renamed(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
         return tuple(
-            dataclasses.replace(i, operands=rename(i.operands), results=rename(i.results))
-            for i in instructions
+            dataclasses.replace(i, operands=rename(i.operands), results=rename(i.results)) for i in instructions
         )
 
     sources, body = renamed(program.sources), renamed(program.body)

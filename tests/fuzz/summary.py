@@ -86,9 +86,7 @@ class Summary:
                 "refused: " + listing(self.refused),
             ]
         for bucket, results in sorted(self.buckets.items(), key=lambda item: -len(item[1])):
-            lines.append(
-                f"{len(results):6d} x {bucket}  (seeds {', '.join(str(r.seed) for r in results[:8])})"
-            )
+            lines.append(f"{len(results):6d} x {bucket}  (seeds {', '.join(str(r.seed) for r in results[:8])})")
         return lines
 
     def save(self, folder: Path) -> list[Path]:

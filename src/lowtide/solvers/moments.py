@@ -20,7 +20,7 @@ decisions that are whole numbers it is what ``simulate`` counts. It knows plans 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.graph import Event, StepGraph
 
@@ -51,6 +51,13 @@ class Rows:
         self.low.append(constant)
         self.terms.append(row)
         self.target.append(variable)
+
+    def largest(self, bounds: list[tuple[float, Terms]]) -> int:
+        """A new variable that is at least each of ``bounds``, constants and terms."""
+        new = self.variable()
+        for constant, terms in bounds:
+            self.at_least(new, constant, terms)
+        return new
 
     def true(self, constant: float, terms: Terms) -> None:
         """Constant <= terms, where that defines no variable."""
@@ -138,6 +145,8 @@ class State:
     """Buffers that autograd holds."""
     ever: frozenset[int]
     """Buffers that autograd has ever held."""
+    past: frozenset[int]
+    """Buffers that forward operations have overwritten."""
     asked: tuple[int, ...]
     """Buffers that backward asked for while the program no longer had them, in that order."""
 
@@ -153,12 +162,14 @@ def state_before(graph: StepGraph, event: int) -> State:
     current = {b.storage: n for n, b in enumerate(graph.buffers) if b.maker < 0}
     saves: dict[int, int] = {}
     ever: set[int] = set()
+    past: set[int] = set()
     asked: list[int] = []
     ran, sealed = 0, False
     for kind, index in graph.events[:event]:
         if kind == Event.RUN:
             op = graph.ops[index]
             ran = index + 1
+            past |= set() if sealed else {old for old, _ in op.writes}
             current |= {graph.buffers[b].storage: b for b in (*op.makes, *(new for _, new in op.writes))}
             user |= {graph.buffers[b].storage for b in op.makes}
         elif kind == Event.SAVE:
@@ -174,7 +185,8 @@ def state_before(graph: StepGraph, event: int) -> State:
             user.discard(index)
         else:
             sealed = True
-    return State(ran, sealed, frozenset(user), current, frozenset(saves.values()), frozenset(ever), tuple(asked))
+    held = frozenset(user), current, frozenset(saves.values()), frozenset(ever), frozenset(past)
+    return State(ran, sealed, *held, tuple(asked))
 
 
 class Moments:
@@ -200,6 +212,9 @@ class Moments:
         state = state_before(graph, event)
         before = after = self.done_after(len(state.asked))
         kind, index = graph.events[event]
+        op = graph.ops[index] if kind == Event.RUN else None
+        if op is not None and not state.sealed:  # copies are made before it writes
+            state = replace(state, past=state.past | {old for old, _ in op.writes})
         if kind == Event.UNPACK and state.asks(graph, graph.saves[index]):
             after = self.done_after(len(state.asked) + 1)
         done = {i: c for i, c in before.items() if i >= running}
@@ -208,9 +223,10 @@ class Moments:
         terms = self._rebuilt(state, done, alive)
         held, constant = self._held(state, alive)
         terms |= held
-        if kind == Event.RUN:
-            fresh = {graph.buffers[b].storage for b in graph.ops[index].makes} - state.user
+        if op is not None:
+            fresh = {graph.buffers[b].storage for b in op.makes} - state.user
             constant += sum(graph.storages[s].bytes for s in fresh)
+            terms |= self._copies(index) if not state.sealed else {}
         elif running in after:
             terms |= self._running(state, running, before, after)
         return constant, terms
@@ -259,9 +275,7 @@ class Moments:
                     bounds.append((1.0, base))
                 bounds += [(0.0, base | {alive[n]: 1.0}) for n in d.readers[b] if n in alive]
             if bounds:
-                alive[i] = rows.variable()
-                for constant, terms in bounds:
-                    rows.at_least(alive[i], constant, terms)
+                alive[i] = rows.largest(bounds)
         return alive
 
     def _rebuilt(self, state: State, done: dict[int, int], alive: dict[int, int]) -> Terms:
@@ -271,17 +285,14 @@ class Moments:
         for i, column in done.items():
             for b in d.results[i]:
                 readers = [n for n in d.readers[b] if n in alive]
-                if b not in state.saved and not readers:
-                    continue
-                rebuilt = rows.variable()
                 base = {column: 1.0}
                 if self.kept[b] != d.column[i]:
                     base[self.kept[b]] = -1.0
+                bounds = [(-1.0, base | {alive[n]: 1.0}) for n in readers]
                 if b in state.saved:
-                    rows.at_least(rebuilt, 0.0, base)
-                for n in readers:
-                    rows.at_least(rebuilt, -1.0, base | {alive[n]: 1.0})
-                terms[rebuilt] = float(d.size(b))
+                    bounds.append((0.0, base))
+                if bounds:
+                    terms[rows.largest(bounds)] = float(d.size(b))
         return terms
 
     def _held(self, state: State, alive: dict[int, int]) -> tuple[Terms, float]:
@@ -292,38 +303,65 @@ class Moments:
         terms: Terms = {}
         for s, storage in enumerate(graph.storages):
             there = [b for b in d.versions[s] if graph.buffers[b].maker < state.ran]
-            if s in state.user or any(b in state.saved and not d.can[b] for b in there):
-                constant += storage.bytes
-                continue
+            fixed = s in state.user or any(b in state.saved and not d.can[b] for b in there)
+            constant += storage.bytes if fixed else 0
             bounds: list[tuple[float, Terms]] = []
             for b in there:
-                base = {self.kept[b]: 1.0} if d.can[b] else {}
-                if b in state.saved:
-                    bounds.append((0.0, base))
-                less = -1.0 if d.can[b] else 0.0
-                bounds += [(less, base | {alive[n]: 1.0}) for n in d.readers[b] if n in alive]
-            if bounds:
-                held = rows.variable()
-                for low, row in bounds:
-                    rows.at_least(held, low, row)
-                terms[held] = float(storage.bytes)
-        return terms, constant
+                reads = self._read_kept(b, alive)
+                if b in state.saved and d.can[b]:
+                    bounds.append((0.0, {self.kept[b]: 1.0}))
+                if b not in state.past or storage.kind == "parameter":
+                    bounds += reads
+                elif reads:  # recipes that read it were given a copy when it was overwritten
+                    terms[rows.largest(reads)] = float(storage.bytes)
+            if bounds and not fixed:
+                terms[rows.largest(bounds)] = float(storage.bytes)
+        return self._own(alive, terms), constant
+
+    def _read_kept(self, b: int, alive: dict[int, int]) -> list[tuple[float, Terms]]:
+        """Bounds of "it is kept and a recipe reads it"; an operation that overwrites it has a copy of its own."""
+        writers = [n for n in self.decisions.readers[b] if any(old == b for old, _ in self.graph.ops[n].writes)]
+        readers = [n for n in self.decisions.readers[b] if n in alive and n not in writers]
+        if not self.decisions.can[b]:
+            return [(0.0, {alive[n]: 1.0}) for n in readers]
+        return [(-1.0, {self.kept[b]: 1.0, alive[n]: 1.0}) for n in readers]
+
+    def _own(self, alive: dict[int, int], terms: Terms) -> Terms:
+        """Add the bytes of kept memory that recipes copied before their operations wrote there."""
+        d = self.decisions
+        for i, column in alive.items():
+            for old, _ in self.graph.ops[i].writes:
+                if not d.can[old]:
+                    terms[column] = terms.get(column, 0.0) + d.size(old)
+                elif len(d.results[i]) > 1:
+                    both = self.rows.largest([(-1.0, {column: 1.0, self.kept[old]: 1.0})])
+                    terms[both] = float(d.size(old))
+        return terms
+
+    def _copies(self, i: int) -> Terms:
+        """Bytes of kept memory that ``i``, about to write there, copies for its own recipe."""
+        d, terms = self.decisions, Terms()
+        if i in d.column:
+            for old, _ in self.graph.ops[i].writes:
+                bound = (0.0, {self.kept[old]: 1.0}) if d.can[old] else (1.0, Terms())
+                bound[1][d.column[i]] = bound[1].get(d.column[i], 0.0) - 1.0
+                terms[self.rows.largest([bound])] = float(d.size(old))
+        return terms
 
     def _running(self, state: State, i: int, before: dict[int, int], after: dict[int, int]) -> Terms:
         """Bytes that ``i`` takes while it is run again: all it makes, and copies of what it writes in place."""
         graph, d, rows = self.graph, self.decisions, self.rows
         op = graph.ops[i]
-        running = rows.variable()
-        rows.at_least(running, 0.0, {after[i]: 1.0} | ({before[i]: -1.0} if i in before else {}))
+        running = rows.largest([(0.0, {after[i]: 1.0} | ({before[i]: -1.0} if i in before else {}))])
         terms: Terms = {running: float(sum(d.size(b) for b in op.makes))}
         for old, _ in op.writes:
-            copied = rows.variable()
+            if not d.can[old]:
+                continue
+            base = {running: 1.0} | ({self.kept[old]: -1.0} if len(d.results[i]) > 1 else {})
             others = [n for n in d.readers[old] if n != i and n < state.ran]
-            if not d.can[old] or old in state.ever:
-                rows.at_least(copied, 0.0, {running: 1.0})
-            else:  # somebody else's recipe has ever read it
-                rows.at_least(copied, -1.0, {running: 1.0, self.kept[old]: 1.0})
-                for n in others:
-                    rows.at_least(copied, 0.0, {running: 1.0, d.column[n]: -1.0})
-            terms[copied] = float(d.size(old))
+            bounds = [(0.0, base | {d.column[n]: -1.0}) for n in others]  # somebody else's recipe has read it
+            if old in state.ever:
+                bounds = [(0.0, base)]
+            if bounds:
+                terms[rows.largest(bounds)] = float(d.size(old))
         return terms

@@ -170,13 +170,18 @@ def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
     Memory shared with the world outside torch (numpy, other processes) is copied: nobody sees it being written.
     """
     held: list[weakref.ref[Buffer]] | None = getattr(storage, HELD, None)
-    inference = tensor.is_inference()
+    try:
+        version: int | None = tensor._version
+    except RuntimeError:  # an inference tensor has none
+        version = None
+    live = []
     if held is not None:
-        version = None if inference else tensor._version
         for ref in held:
             buffer = ref()
-            if buffer is not None and buffer.version == version:
-                return buffer
+            if buffer is not None:
+                if buffer.version == version:
+                    return buffer
+                live.append(ref)
     if not storage.resizable() and not _is_weight(tensor):
         return _snapshot(tensor, storage)
     value = alias(tensor)
@@ -184,8 +189,7 @@ def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
         torch._C._set_conj(value, False)
     if value.is_neg():
         torch._C._set_neg(value, False)
-    buffer = Buffer(None, value, None if inference else value._version)
-    live = [ref for ref in held if ref() is not None] if held is not None else []
+    buffer = Buffer(None, value, version if version is None or value._version == version else None)
     live.append(weakref.ref(buffer))
     setattr(storage, HELD, live)
     return buffer

@@ -56,26 +56,29 @@ def _pause(step: int) -> None:
 
 
 _lock = threading.RLock()
+_transform_in_force = torch._C._functorch.peek_interpreter_stack
+_modes_in_force = torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
 
 
 def rebuild(buffer: Buffer) -> Tensor:
     """The contents of ``buffer``: as they are, or made again from what is still there."""
     if buffer.recipe is None:
         return buffer.contents()
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # a batched backward: replay outside of it
+    if _transform_in_force() is not None:  # a batched backward: replay outside of it
         with temporarily_clear_interpreter_stack():
             return rebuild(buffer)
     with _lock:
         if buffer.recipe is None:  # another thread was faster
             return buffer.contents()
-        grad = torch.is_grad_enabled()
-        recording = torch._C._len_torch_dispatch_stack() > 0
+        grad = _grad_enabled()
+        recording = _modes_in_force() > 0
         if recording:
             _pause(1)
         try:
             with torch._C._ExcludeDispatchKeyGuard(_BELOW):
                 for step in _plan(buffer):
-                    if step.recipe.grad is not torch.is_grad_enabled():
+                    if step.recipe.grad is not _grad_enabled():
                         torch._C._set_grad_enabled(step.recipe.grad)
                     _follow(step)
         finally:
@@ -94,8 +97,8 @@ class Step:
         self.target = target
         self.recipe = recipe
         self.again = False  # its results are dropped again after use, so the recipe is not forgotten
-        self.wanted: set[int] = set()  # ids of those results that a later step reads
-        self.last: list[Buffer] = []  # passed results that no later step reads
+        self.wanted: frozenset[int] = frozenset()  # ids of those results that a later step reads
+        self.last: tuple[Buffer, ...] = ()  # passed results that no later step reads
 
 
 def _plan(buffer: Buffer) -> Iterable[Step]:
@@ -105,7 +108,10 @@ def _plan(buffer: Buffer) -> Iterable[Step]:
     """
     recipe = buffer.recipe
     assert recipe is not None
-    missing = [read for _, read, _ in recipe.reads if read.recipe is not None]
+    missing = []
+    for read in recipe.reads:
+        if read[1].recipe is not None:
+            missing.append(read[1])
     if not missing:
         return (Step(buffer, recipe),)
     found = {recipe.order: Step(buffer, recipe)}
@@ -138,10 +144,10 @@ def _build_staircase(steps: list[Step]) -> None:
         for _, read, _ in step.recipe.reads:
             maker = passed.get(read.recipe.order) if read.recipe is not None else None
             if maker is not None:
-                maker.wanted.add(id(read))
+                maker.wanted |= {id(read)}
                 if id(read) not in seen:
                     seen.add(id(read))
-                    step.last.append(read)
+                    step.last += (read,)
 
 
 class _Draining(list[Any]):

@@ -55,14 +55,10 @@ BRANCHES = [
         2,
     ),
     Rule("branch rebind", "if {a}.sum().item() > 0:\n    {a} = {a} * {x}", one(real, number), 1),
-    Rule(
-        "branch turn", "if turn:\n    {r} = {a}.tanh()\nelse:\n    {r} = {a}.exp().clamp_max(3)", one(real), 2
-    ),
+    Rule("branch turn", "if turn:\n    {r} = {a}.tanh()\nelse:\n    {r} = {a}.exp().clamp_max(3)", one(real), 2),
     Rule("branch skip", "if turn:\n    {a} = {a}.cos() * {a}", one(real), 1),
     Rule("branch write", "if {a}.sum().item() > {x}:\n    {a}.mul_(0.5)", one(real, number), 1, risky=True),
-    Rule(
-        "loop", "{r} = {a}\nfor _ in range({x}):\n    {r} = ({r} * {y}).tanh()", one(real, small, number), 2
-    ),
+    Rule("loop", "{r} = {a}\nfor _ in range({x}):\n    {r} = ({r} * {y}).tanh()", one(real, small, number), 2),
     Rule("loop turns", "{r} = {a}\nfor i in range(1 + turn):\n    {r} = {r}.sin() + i", one(real), 1),
     Rule("loop while", "{r} = {a}\nwhile {r}.abs().max().item() > 0.9:\n    {r} = {r} * 0.6", one(full), 1),
     Rule("loop rows", "{r} = torch.stack([row.tanh() * i for i, row in enumerate({a})])", one(dims(1)), 1.5),

@@ -36,10 +36,7 @@ class Draw:
         numbers = [n for n, value in self.pool.items() if want(value)]
         if not numbers:
             raise NoChoice
-        weights = [
-            (1 + i) * (3 if getattr(self.pool[n], "requires_grad", False) else 1)
-            for i, n in enumerate(numbers)
-        ]
+        weights = [(1 + i) * (3 if getattr(self.pool[n], "requires_grad", False) else 1) for i, n in enumerate(numbers)]
         return self.rng.choices(numbers, weights)[0]
 
     def number(self) -> float:

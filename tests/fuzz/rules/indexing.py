@@ -92,9 +92,7 @@ RULES = [
         one(dims(1)),
         0.7,
     ),
-    Rule(
-        "index_copy", "{r} = {a}.index_copy(0, torch.tensor([0]), {a}[-1:] * {x})", one(dims(1), number), 0.7
-    ),
+    Rule("index_copy", "{r} = {a}.index_copy(0, torch.tensor([0]), {a}[-1:] * {x})", one(dims(1), number), 0.7),
     Rule("index_fill", "{r} = {a}.index_fill({x}, torch.tensor([0]), 0.5)", one(dims(1), axis), 0.7),
     Rule(
         "index_put",
@@ -143,8 +141,6 @@ RULES = [
     Rule("route", "{r} = route({a}, {x})", one(dims(2, 2), small), 1),
     Rule("slice_scatter", "{r} = {a}.slice_scatter({a}[:1] * {x}, 0, 0, 1)", one(dims(1), number), 0.5),
     Rule("select_scatter", "{r} = {a}.select_scatter({a}[-1].cos(), 0, 0)", one(dims(1)), 0.5),
-    Rule(
-        "diagonal_scatter", "{r} = {a}.diagonal_scatter({a}.diagonal() * {x})", one(dims(2, 2), number), 0.5
-    ),
+    Rule("diagonal_scatter", "{r} = {a}.diagonal_scatter({a}.diagonal() * {x})", one(dims(2, 2), number), 0.5),
     Rule("bincount", "{r} = torch.bincount({a}.reshape(-1).clamp(0, 5))", one(whole), 0.3),
 ]

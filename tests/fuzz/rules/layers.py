@@ -31,9 +31,7 @@ from .drawing import (
 
 def _meets(t: Tensor) -> Want:
     """Want a matrix, or a stack of them, that the first operand can be multiplied by."""
-    return lambda u: (
-        dims(2, 3)(u) and u.dtype == t.dtype and u.shape[-2] == t.shape[-1] and u.dim() <= t.dim()
-    )
+    return lambda u: dims(2, 3)(u) and u.dtype == t.dtype and u.shape[-2] == t.shape[-1] and u.dim() <= t.dim()
 
 
 def _weight(t: Tensor) -> Want:
@@ -46,9 +44,7 @@ def _row(t: Tensor) -> Want:
 
 
 def _batched(t: Tensor) -> Want:
-    return lambda u: (
-        dims(3, 3)(u) and u.dtype == t.dtype and u.shape[0] == t.shape[0] and u.shape[1] == t.shape[2]
-    )
+    return lambda u: dims(3, 3)(u) and u.dtype == t.dtype and u.shape[0] == t.shape[0] and u.shape[1] == t.shape[2]
 
 
 def _pair_and_bias(first: Want, second: Callable[[Tensor], Want], width: int) -> Callable[[Draw], Choice]:
@@ -89,15 +85,11 @@ def _square(d: Draw) -> Choice:
 
 PRODUCTS = [
     Rule("matmul", "{r} = {a} @ {b}", pair(dims(2, 4), _meets), 6),
-    Rule(
-        "matmul transposed", "{r} = {a} @ {b}.mT", pair(dims(2, 4), lambda t: both(dims(2, 2), _weight(t))), 3
-    ),
+    Rule("matmul transposed", "{r} = {a} @ {b}.mT", pair(dims(2, 4), lambda t: both(dims(2, 2), _weight(t))), 3),
     Rule("gram", "{r} = {a}.mT @ {a}", one(dims(2, 3)), 3),
     Rule("mv", "{r} = {a} @ {b}", pair(dims(2, 2), _row), 1),
     Rule("dot", "{r} = torch.dot({a}, {b})", pair(dims(1, 1), same_shape), 1),
-    Rule(
-        "outer", "{r} = torch.outer({a}, {b})", pair(dims(1, 1), lambda t: both(dims(1, 1), same_dtype(t))), 1
-    ),
+    Rule("outer", "{r} = torch.outer({a}, {b})", pair(dims(1, 1), lambda t: both(dims(1, 1), same_dtype(t))), 1),
     Rule("bmm", "{r} = torch.bmm({a}, {b})", pair(dims(3, 3), _batched), 2),
     Rule("bmm self", "{r} = torch.bmm({a}, {a}.transpose(1, 2))", one(dims(3, 3)), 2),
     Rule("linear", "{r} = F.linear({a}, {b})", pair(dims(1, 4), _weight), 4),
@@ -151,9 +143,7 @@ NORMS = [
     ),
     Rule("rms_norm", "{r} = F.rms_norm({a}, {a}.shape[-1:], {b}, 1e-3)", pair(dims(1), _row), 1.5),
     Rule("group_norm", "{r} = F.group_norm({a}, {x})", _groups, 2),
-    Rule(
-        "instance_norm", "{r} = F.instance_norm({a})", one(lambda t: dims(3, 4)(t) and t.shape[-1] > 1), 0.7
-    ),
+    Rule("instance_norm", "{r} = F.instance_norm({a})", one(lambda t: dims(3, 4)(t) and t.shape[-1] > 1), 0.7),
     Rule(
         "batch_norm",
         "{r} = F.batch_norm({a}, {b}, {c}, training={x}, momentum={y})",

@@ -137,9 +137,7 @@ VIEWS = [
         0.7,
     ),
     _inplace("real mul", "{a}.real.mul_({x})", one(lambda t: tensor(t) and t.is_complex(), number), 0.7),
-    _inplace(
-        "conj add", "{a}.conj().add_({x} * 1j)", one(lambda t: tensor(t) and t.is_complex(), number), 0.7
-    ),
+    _inplace("conj add", "{a}.conj().add_({x} * 1j)", one(lambda t: tensor(t) and t.is_complex(), number), 0.7),
     _inplace("unsqueeze_", "{a}.unsqueeze_(0)", one(dims(0, 3)), 0.4),
     _inplace("squeeze_", "{a}.squeeze_()", one(dims(1)), 0.4),
     _inplace("t_", "{a}.t_()", one(dims(2, 2)), 0.5),
@@ -201,9 +199,7 @@ OUT = [
         triple(dims(1), _same, lambda t: lambda u: whole(u) and u.shape == t.shape),
         0.7,
     ),
-    _out(
-        "fresh out", "{r} = torch.add({a}, {x}, out=torch.empty(0, dtype={a}.dtype))", one(real, number), 0.7
-    ),
+    _out("fresh out", "{r} = torch.add({a}, {x}, out=torch.empty(0, dtype={a}.dtype))", one(real, number), 0.7),
     _out(
         "argmax out",
         "torch.argmax({a}, -1, out={b})",
@@ -216,12 +212,8 @@ FOREACH = [
     Rule("foreach mul", "{r}, {s} = torch._foreach_mul([{a}, {b}], {x})", pair(real, lambda t: real, number)),
     Rule("foreach add", "{r}, {s} = torch._foreach_add([{a}, {b}], [{b}, {a}])", pair(real, _same)),
     Rule("foreach exp", "{r}, {s} = torch._foreach_sigmoid([{a}, {b}])", pair(real, lambda t: real)),
-    Rule(
-        "foreach norm", "{r}, {s} = torch._foreach_norm([{a} + 0.1, {b} + 0.1])", pair(full, lambda t: full)
-    ),
-    Rule(
-        "foreach lerp", "{r}, {s} = torch._foreach_lerp([{a}, {b}], [{b}, {a}], 0.3)", pair(real, _same), 0.5
-    ),
+    Rule("foreach norm", "{r}, {s} = torch._foreach_norm([{a} + 0.1, {b} + 0.1])", pair(full, lambda t: full)),
+    Rule("foreach lerp", "{r}, {s} = torch._foreach_lerp([{a}, {b}], [{b}, {a}], 0.3)", pair(real, _same), 0.5),
     _inplace(
         "foreach mul_",
         "torch._foreach_mul_([{a}, {b}], {x})",

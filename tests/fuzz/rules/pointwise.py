@@ -143,9 +143,7 @@ BINARY = [
         pair(dims(1), lambda t: both(full, same_shape(t))),
         0.5,
     ),
-    Rule(
-        "mse", "{r} = F.mse_loss({a}, {b}, reduction={x})", pair(full, same_shape, among('"none"', '"mean"'))
-    ),
+    Rule("mse", "{r} = F.mse_loss({a}, {b}, reduction={x})", pair(full, same_shape, among('"none"', '"mean"'))),
     Rule("smooth l1", "{r} = F.smooth_l1_loss({a}, {b}, reduction='none')", pair(full, same_shape), 0.5),
     Rule("huber", "{r} = F.huber_loss({a}, {b})", pair(full, same_shape), 0.5),
     Rule("bce", "{r} = F.binary_cross_entropy_with_logits({a}, {b}.sigmoid())", pair(full, same_shape), 0.5),
@@ -186,9 +184,7 @@ DTYPE = [
     Rule("int arithmetic", "{r} = {a} * 2 + {x}", one(whole, small), 0.5),
     Rule("bits round trip", "{r} = {a}.detach().view(torch.int32).view(torch.float32)", one(single)),
     Rule("bits", "{r} = {a}.detach().view(torch.int32)", one(single), 0.5),
-    Rule(
-        "bits xor", "{r} = ({a}.detach().view(torch.int32) ^ 1).view(torch.float32) * {a}", one(single), 0.5
-    ),
+    Rule("bits xor", "{r} = ({a}.detach().view(torch.int32) ^ 1).view(torch.float32) * {a}", one(single), 0.5),
 ]
 
 COMPLEX = [

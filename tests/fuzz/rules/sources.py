@@ -30,9 +30,7 @@ RULES = [
     Rule("constant", "{r} = constant({x}, {y}, {z})", _common, 3),
     Rule("odd constant", "{r} = constant({x}, {y}, {z})", _shaped, 2),
     Rule("indices", "{r} = torch.randint(0, 4, {x}, generator=seeded({y}))", lambda d: _common(d)),
-    Rule(
-        "buffers", "{r}, {s} = torch.zeros({x}), torch.ones({x})", lambda d: ((), (d.rng.choice(WIDTHS),)), 3
-    ),
+    Rule("buffers", "{r}, {s} = torch.zeros({x}), torch.ones({x})", lambda d: ((), (d.rng.choice(WIDTHS),)), 3),
     Rule("detached alias", "{r} = {a}.detach()", one(tensor)),
     Rule("flat alias", "{r} = {a}.detach().reshape(-1)", one(tensor)),
     Rule("row alias", "{r} = {a}.detach()[0]", one(dims(1))),
