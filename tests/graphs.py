@@ -1,15 +1,16 @@
 """Steps as StepGraphs: drawn by hand, by dice, or traced from tiny models.
 
-    forward    a saved input is saved before its operation runs, a saved result after it; the program lets go of a
-               result after the last operation that reads it, unless it is told to hold it
-    backward   the operations from last to first: saved tensors are asked for, gradients are made, saved tensors are
-               let go of, the gradients of results are let go of
+forward    a saved input is saved before its operation runs, a saved result after it; the program lets go of a
+           result after the last operation that reads it, unless it is told to hold it
+backward   the operations from last to first: saved tensors are asked for, gradients are made, saved tensors are
+           let go of, the gradients of results are let go of
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.graph import Buffer, Event, Operation, StepGraph, Storage
+from lowtide.graph import Buffer, Call, Event, Operation, StepGraph, Storage
 from lowtide.plan import Plan
 
 KILO = 1024
@@ -34,6 +35,7 @@ class Row:
     saves: tuple[int, ...]
     seconds: float
     name: str
+    module: str
     keep: str
 
 
@@ -42,6 +44,8 @@ class Sketch:
     """Draw a step: ``root`` and ``op`` name buffers by number, ``graph`` adds the backward pass."""
 
     module: str = ""
+    """Path of the module that the next operations run in."""
+    calls: list[Call] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -71,15 +75,22 @@ class Sketch:
         can = [droppable] * (len(sizes) + len(writes)) if isinstance(droppable, bool) else list(droppable)
         makes = [self._buffer(self._storage(s, "activation"), number, d) for s, d in zip(sizes, can, strict=False)]
         news = [
-            self._buffer(self.buffers[old].storage, number, d)
-            for old, d in zip(writes, can[len(sizes) :], strict=True)
+            self._buffer(self.buffers[old].storage, number, d) for old, d in zip(writes, can[len(sizes) :], strict=True)
         ]
         results = [*makes, *news]
         saved = (*saves, *(results[n] for n in saves_own))
         pairs = tuple(zip(writes, news, strict=True))
         keep = "" if any(can) else "drawn to be kept"
-        self.rows.append(Row(tuple(reads), tuple(makes), pairs, saved, seconds, name, keep))
+        self.rows.append(Row(tuple(reads), tuple(makes), pairs, saved, seconds, name, self.module, keep))
         return results
+
+    @contextmanager
+    def block(self, path: str) -> Iterator[None]:
+        """What is drawn inside is a call of the module at ``path``, which returns the last result."""
+        first, self.module = len(self.rows), path
+        yield
+        self.calls.append(Call(path, 0, first, len(self.rows), (len(self.buffers) - 1,)))
+        self.module = ""
 
     def _storage(self, size: int, kind: str) -> int:
         self.storages.append(Storage(size, kind, self.module))
@@ -104,7 +115,7 @@ class _Drawing:
         self.ops: list[Operation] = []
         self.saves: list[int] = []
         self.events: list[tuple[int, int]] = []
-        self.counts: dict[tuple[str, bool], int] = {}
+        self.counts: dict[tuple[str, str, bool], int] = {}
         self.gradients: dict[int, int] = {}  # storage of a result: buffer of its gradient
 
     def graph(self) -> StepGraph:
@@ -120,15 +131,23 @@ class _Drawing:
         for number in reversed(range(len(rows))):
             self._backward(rows[number], saves[number])
         self.events += [(Event.FREE, s) for s in sorted(held) if self.storages[s].kind == "activation"]
+        blocks = [call.path for call in self.sketch.calls]
         return StepGraph(
-            tuple(self.ops), tuple(self.buffers), tuple(self.storages), tuple(self.saves), tuple(self.events)
-        )
+            tuple(self.ops),
+            tuple(self.buffers),
+            tuple(self.storages),
+            tuple(self.saves),
+            tuple((int(kind), index) for kind, index in self.events),
+            tuple(self.sketch.calls),
+            (("", "Drawn"), *((path, "ModuleList") for path in {b.partition(".")[0]: 0 for b in blocks}),
+             *((path, "Block") for path in blocks)) if blocks else (),
+        )  # fmt: skip
 
     def _forward(self, number: int, row: Row, last: dict[int, int], held: set[int]) -> list[int]:
         inputs = [b for b in row.saves if self.buffers[b].maker != number]
         own = [b for b in row.saves if self.buffers[b].maker == number]
         saves = [self._save(b) for b in inputs]
-        self._run(row.name, False, row.reads, row.makes, row.writes, row.seconds, row.keep)
+        self._run(row, False, row.reads, row.makes, row.writes, row.seconds)
         saves += [self._save(b) for b in own]
         gone = [s for s, when in last.items() if when == number and s not in held]
         self.events += [(Event.FREE, s) for s in sorted(gone)]
@@ -151,22 +170,22 @@ class _Drawing:
             made.append((storage, self._fresh(self.storages[storage].bytes, kind)))
         reads = (*(g for g in arrived if g is not None), *dict.fromkeys(self.saves[s] for s in saves))
         if made:
-            self._run(f"{row.name}_backward", True, reads, [b for _, b in made], (), 2 * row.seconds, "")
+            self._run(row, True, reads, [b for _, b in made], (), 2 * row.seconds)
         for storage, b in made:
-            self._accumulate(storage, b)
+            self._accumulate(row, storage, b)
         self.events += [(Event.RELEASE, save) for save in saves]
         for b in row.makes:
             gradient = self.gradients.pop(self.buffers[b].storage, None)
             if gradient is not None:
                 self.events.append((Event.FREE, self.buffers[gradient].storage))
 
-    def _accumulate(self, storage: int, gradient: int) -> None:
+    def _accumulate(self, row: Row, storage: int, gradient: int) -> None:
         before = self.gradients.get(storage)
         if before is None:
             self.gradients[storage] = gradient
             return
         total = self._fresh(self.storages[storage].bytes, self.storages[self.buffers[before].storage].kind)
-        self._run("aten.add.Tensor", True, (before, gradient), [total], (), 0.1, "")
+        self._run(row, True, (before, gradient), [total], (), 0.1)
         self.events += [(Event.FREE, self.buffers[b].storage) for b in (before, gradient)]
         self.gradients[storage] = total
 
@@ -177,34 +196,22 @@ class _Drawing:
 
     def _run(
         self,
-        name: str,
+        row: Row,
         backward: bool,
         reads: Sequence[int],
         makes: Sequence[int],
         writes: tuple[tuple[int, int], ...],
         seconds: float,
-        keep: str,
     ) -> None:
-        index = self.counts.get((name, backward), 0)
-        self.counts[name, backward] = index + 1
+        name = f"{row.name}_backward" if backward else row.name
+        index = self.counts.get((row.module, name, backward), 0)
+        self.counts[row.module, name, backward] = index + 1
+        reads = tuple(dict.fromkeys(reads))
         size = sum(self.storages[self.buffers[b].storage].bytes for b in (*reads, *makes))
+        where = row.module, 0, index, backward
+        work = seconds, int(seconds * 1e9), size
         self.events.append((Event.RUN, len(self.ops)))
-        self.ops.append(
-            Operation(
-                name=name,
-                module=self.sketch.module,
-                call=0,
-                index=index,
-                backward=backward,
-                reads=tuple(dict.fromkeys(reads)),
-                makes=tuple(makes),
-                writes=writes,
-                seconds=seconds,
-                flops=int(seconds * 1e9),
-                bytes=size,
-                keep=keep,
-            )
-        )
+        self.ops.append(Operation(name, *where, reads, tuple(makes), writes, *work, "" if backward else row.keep))
 
 
 def chain(length: int, size: int = KILO, *, seconds: float = 1.0) -> StepGraph:
@@ -214,6 +221,23 @@ def chain(length: int, size: int = KILO, *, seconds: float = 1.0) -> StepGraph:
     for _ in range(length):
         (x,) = sketch.op([x], size, saves=[x], seconds=seconds)
     sketch.op([x], 4, saves=[x], seconds=seconds)
+    return sketch.graph()
+
+
+def blocks(count: int, seed: int = 0, *, length: int = 4) -> StepGraph:
+    """``count`` equal residual blocks of ``length`` random operations each, and a loss."""
+    sketch = Sketch()
+    x = sketch.root(8 * KILO)
+    for number in range(count):
+        rng = random.Random(seed)
+        with sketch.block(f"blocks.{number}"):
+            weight = sketch.root(rng.randint(1, 4) * KILO, "parameter")
+            live = [x]
+            for _ in range(length - 1):
+                size, reads = rng.randint(1, 12) * KILO, [rng.choice(live[-2:]), weight]
+                live += sketch.op(reads, size, saves=reads, seconds=rng.randint(1, 40) / 10)
+            (x,) = sketch.op([x, live[-1]], 8 * KILO, saves=[live[-1]], seconds=0.5)
+    sketch.op([x], 4, saves=[x], seconds=0.1)
     return sketch.graph()
 
 
@@ -234,9 +258,7 @@ def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float 
         seconds = rng.randint(1, 40) / 10
         if rng.random() < writes and target not in saved and target not in roots:
             droppable = rng.random() < 0.9
-            (new,) = sketch.op(
-                reads, writes=[target], saves_own=_some(rng, 1), seconds=seconds, droppable=droppable
-            )
+            (new,) = sketch.op(reads, writes=[target], saves_own=_some(rng, 1), seconds=seconds, droppable=droppable)
             live[live.index(target)] = new
             saved |= set(sketch.rows[-1].saves)
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +38,7 @@ class Discovery(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``step``, seen from inside of any recording: what it calls, and neither proofs nor replays."""
 
         def watched() -> Any:
-            with self:
+            with _eagerly(), self:
                 loss = step()
             if isinstance(loss, Tensor) and loss.requires_grad:
                 for leaf in leaves_of(loss):
@@ -78,6 +80,14 @@ class Discovery(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = {id(t.untyped_storage()) for t in known if t.layout is torch.strided}
         living = [storage for ref in self._inputs if (storage := ref()) is not None]
         return sum(storage.nbytes() for storage in living if id(storage) not in own)
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Let compiled models run uncompiled: under a mode Dynamo would give them up for good."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        return nullcontext()
+    eagerly: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eagerly
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
