@@ -18,12 +18,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lowtide"
 LONGEST_FILE_LINES = 400
 
-BASE = {"units", "errors"}
+BASE = {"units", "errors", "structure"}
 SHOWN = {"reports", "memory_table", "plan_text", "explanation"}
 """What shows a value; the value's own methods import it, when they are called."""
 VALUES = {"graph", "plan", "repetition", "simulation"}
 TORCH_FREE = {
     "errors": set(),
+    "structure": set(),
     "units": {"errors"},
     "hardware": BASE,
     "repetition": BASE,

@@ -131,9 +131,7 @@ def test_a_budget_becomes_a_plan() -> None:
 def test_an_optimizer_steps_and_is_compared() -> None:
     program = mlp()
     optimizer = torch.optim.AdamW(program.model.parameters())
-    verdict = lowtide.verify(
-        program.step, program.model, lowtide.policies.recompute_all, steps=3, optimizer=optimizer
-    )
+    verdict = lowtide.verify(program.step, program.model, lowtide.policies.recompute_all, steps=3, optimizer=optimizer)
     assert str(verdict) == (
         "exact over 3 steps: loss, 6 gradients, 3 buffers, 3 random states, 6 parameters, 18 optimizer states"
     )
@@ -168,9 +166,7 @@ def test_a_wrong_replay_is_named_with_its_module_and_size() -> None:
 def test_a_wrong_replay_shows_in_the_weights_too() -> None:
     program = mlp()
     optimizer = torch.optim.SGD(program.model.parameters(), 0.1, momentum=0.9)
-    verdict = lowtide.verify(
-        program.step, program.model, lowtide.policies.recompute_all, steps=2, optimizer=optimizer
-    )
+    verdict = lowtide.verify(program.step, program.model, lowtide.policies.recompute_all, steps=2, optimizer=optimizer)
     names = {difference.what for difference in verdict.differences}
     assert {"parameter of 0.weight", "optimizer state of momentum_buffer of 0.weight", "loss"} <= names
     assert "step 1, gradient of 0.weight" in str(verdict)

@@ -1,10 +1,13 @@
 """measure: what a plan really costs, beside its prediction, the plain step and PyTorch's own checkpointing.
 
-snapshot ─▶ under the plan, proofs run, generators and inputs are discovered
-restore  ─▶ plain, twice: bytes, and what of the results it repeats
-restore  ─▶ each contender: bytes, and where its results differ from the plain ones
-rounds   ─▶ each contender in turn, another one first each round: seconds
-restore
+    snapshot ─▶ forward, that discovers generators, leaves and inputs
+    restore  ─▶ under the plan: proofs run
+    restore  ─▶ plain, twice: bytes, and what of the results it repeats
+    restore  ─▶ each contender: bytes, and where its results differ from the plain ones
+    rounds   ─▶ each contender in turn, another one first each round: seconds
+    restore
+
+All that the rounds need is done once before.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -31,6 +34,7 @@ from lowtide.recording import Recording, record
 from lowtide.snapshot import Snapshot
 from lowtide.tracing.counting import distinct_bytes
 from lowtide.tracing.stepping import Step
+from lowtide.verdict import Difference
 from lowtide.verification import AnyPlan, refuse_lazy, resolve, undisturbed
 
 
@@ -88,7 +92,7 @@ def measure(
         bench = _Bench(Trial(step, model, snapshot), optimizer)
         policy, made = resolve(bench.watched, model, plan, optimizer)
         recording = record(policy)
-        bench.discover(recording)
+        bench.warm_up(recording)
         plain, seen, irreproducible = bench.reference()
         others = [Contender("lowtide", lambda: recording), *peers]
         results = [plain, *(bench.judge(one, seen, irreproducible) for one in others)]
@@ -99,7 +103,7 @@ def measure(
         rounds=rounds,
         device=bench.device,
         threads=torch.get_num_threads(),
-        irreproducible=tuple(str(what) for what in irreproducible),
+        irreproducible=tuple(map(str, irreproducible)),
         plan=made,
     )
 
@@ -165,10 +169,10 @@ class _Bench:
             tensor.grad = None
         gc.collect()
 
-    def discover(self, recording: Recording) -> None:
-        """Run the step once and see what it uses; all that is only done once is done here."""
+    def warm_up(self, recording: Recording) -> None:
+        """Do what is only done once, and count what is there all the time, now that the inputs are known."""
         self.fresh()
-        Trial(self.watched, self.model, self.trial.snapshot).take(lambda: recording)
+        self.trial.take(lambda: recording)
         self.fresh()
         known = [*self.model.parameters(), *self.model.buffers(), *self._states()]
         self.resident = distinct_bytes(known) + self.discovery.inputs(known)
@@ -179,8 +183,8 @@ class _Bench:
 
     # ---- bytes and results ---------------------------------------------------------------------------------
 
-    def reference(self) -> tuple[_Result, Observation | None, set[What]]:
-        """The plain step, what it leaves behind, and what of that it does not repeat."""
+    def reference(self) -> tuple[_Result, Observation | None, dict[What, Difference]]:
+        """The plain step, what it leaves behind, and where it differs from itself."""
         result = _Result(PLAIN)
         try:
             result.peak, plain = self._observe(PLAIN)
@@ -188,12 +192,12 @@ class _Bench:
             again = self.trial.look(*self.trial.take()) | self.trial.look_at_end()
         except torch.OutOfMemoryError as error:
             result.failure = f"{type(error).__name__}: {error}"
-            return result, None, set()
-        irreproducible = {what for what, _ in self.trial.differences(plain, again)}
+            return result, None, {}
+        irreproducible = self.trial.differences(plain, again)
         result.exact = not irreproducible
         return result, plain, irreproducible
 
-    def judge(self, contender: Contender, plain: Observation | None, irreproducible: set[What]) -> _Result:
+    def judge(self, contender: Contender, plain: Observation | None, irreproducible: Collection[What]) -> _Result:
         """The peak of one contender, and whether its results are the plain ones."""
         result = _Result(contender)
         try:
@@ -203,7 +207,7 @@ class _Bench:
                 raise
             result.failure = f"{type(error).__name__}: {error}"
         if plain is not None and not result.failure:
-            found = self.trial.differences(plain, seen)
+            found = self.trial.differences(plain, seen).items()
             differences = [difference for what, difference in found if what not in irreproducible]
             result.exact = not differences
             result.difference = str(differences[0]) if differences else ""

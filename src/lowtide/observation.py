@@ -114,15 +114,15 @@ class Trial:
                 seen[What("optimizer state", f"{key} of {owner}", owner.rpartition(".")[0], number)] = held
         return seen
 
-    def differences(self, plain: Observation, other: Observation) -> list[tuple[What, Difference]]:
+    def differences(self, plain: Observation, other: Observation) -> dict[What, Difference]:
         """Where ``other`` differs from ``plain``, in the order in which things were looked at."""
         kinds = {path: type(module).__name__ for path, module in self.model.named_modules()}
-        found = []
+        found: dict[What, Difference] = {}
         for what in dict.fromkeys((*plain, *other)):
             how = _how(plain.get(what), other.get(what))
             if how is not None:
                 where = f"{what.module} ({kinds[what.module]})" if what.module in kinds and what.module else ""
-                found.append((what, Difference(str(what), where, what.step, *how)))
+                found[what] = Difference(str(what), where, what.step, *how)
         return found
 
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lowtide.errors import PolicyError
 from lowtide.observation import Around
-from lowtide.policies import keep_matmuls, repeated_blocks
+from lowtide.policies import keep_matmuls
+from lowtide.structure import repeated_blocks
 from lowtide.tape.sites import structure_of
 
 Forward = Callable[..., Any]

@@ -10,7 +10,8 @@ import torch
 
 from lowtide.plan import Plan, site_parts
 from lowtide.policies import keep_all
-from lowtide.tape.policy import Op, Policy, Structure
+from lowtide.structure import Structure
+from lowtide.tape.policy import Op, Policy
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from lowtide.plan import Plan
 from lowtide.simulation import Timeline, simulate
 from lowtide.solvers.bounds import LowerBound
 from lowtide.solvers.chain import ChainSolver, Tables
+from lowtide.solvers.milp import MilpSolver, Programme
+from lowtide.solvers.moments import Decisions
 from lowtide.solvers.revolve import Revolve
 from lowtide.tape.policy import Op, Policy
 from lowtide.units import format_bytes
@@ -21,6 +23,7 @@ from lowtide.units import format_bytes
 Progress = Callable[[int, int], None]
 
 _DEEP = 16  # segments from which on more than one level is tried
+_EXACT = {"auto": MilpSolver(largest=40, seconds=2.0), "milp": MilpSolver(seconds=60.0), "chain": None}
 
 
 def solve(
@@ -38,10 +41,12 @@ def solve(
         budget: int bytes, ``"12 GiB"``, ``"80%"`` (of the peak when everything is kept). It counts everything:
             parameters, buffers, gradients, optimizer states, inputs, activations, temporaries.
         policy: a hand policy instead of a budget.
-        solver: ``"auto"`` or ``"chain"``.
+        solver: ``"chain"``, a dynamic programme over the model's blocks; ``"milp"``, the optimum, for small steps;
+            ``"auto"`` takes the second where it takes no more than two seconds. ``Plan.solver`` says which it was.
         progress: called with (done, total).
 
     Raises:
+        ValueError: there is no such solver, or it is not for steps of this size.
         InfeasibleBudget: no plan fits; the message names the smallest budget that one fits and what fills it.
         UnitError: the budget is not an amount of bytes.
 
@@ -53,7 +58,7 @@ def solve(
     if policy is not None:
         return plan_of(graph, policy)
     assert budget is not None
-    return Planner(graph, progress).solve(budget_bytes(budget, graph))
+    return Planner(graph, progress, solver).solve(budget_bytes(budget, graph))
 
 
 def frontier(graph: StepGraph, *, points: int = 24, progress: Progress | None = None) -> list[Plan]:
@@ -93,8 +98,12 @@ class Candidate:
 class Planner:
     """Solves for many budgets on one graph; the menus are made once."""
 
-    def __init__(self, graph: StepGraph, progress: Progress | None = None) -> None:
+    def __init__(self, graph: StepGraph, progress: Progress | None = None, solver: str = "auto") -> None:
+        if solver not in _EXACT:
+            raise ValueError(f"there is no solver {solver!r}; there are {', '.join(_EXACT)}")
         self.graph = graph
+        self.solver = solver
+        self.proofs: dict[int, float] = {}  # budget: seconds that no choice goes below
         self.tables: Tables = ChainSolver().prepare(graph, progress)
         self.plain = self._judge({}, "keep all")
 
@@ -102,10 +111,10 @@ class Planner:
         """The fastest plan within ``budget`` bytes."""
         if self.plain.peak <= budget:
             return self.plan(self.plain, budget)
-        fits = [c for c in (self._within(budget), self.lowest, *self.deep) if c is not None and c.peak <= budget]
-        if not fits:
+        found = self._fastest(budget)
+        if found is None:
             raise InfeasibleBudget(self._too_small(budget))
-        return self.plan(min(fits, key=lambda c: c.seconds), budget)
+        return self.plan(found, budget)
 
     def frontier(self, points: int) -> list[Plan]:
         """The best plans at ``points`` budgets between the least peak and the peak of keeping everything."""
@@ -115,7 +124,7 @@ class Planner:
             self.plain,
             self.lowest,
             *self.deep,
-            *(c for c in map(self._within, budgets) if c is not None),
+            *(c for c in map(self._fastest, budgets) if c is not None),
         ]
         best: list[Candidate] = []
         for one in sorted(found, key=lambda c: (c.peak, c.seconds)):
@@ -126,13 +135,14 @@ class Planner:
     def plan(self, found: Candidate, budget: int) -> Plan:
         """``found`` as a plan, with what it was predicted to cost and how good that is."""
         graph = self.graph
-        least = graph.seconds + self.bound(budget, any_plan=any(found.chosen.values()))
+        whatever = self.programme is not None or any(found.chosen.values())
+        least = graph.seconds + self.bound(budget, any_plan=whatever)
         gap = max(0.0, found.seconds / least - 1) if least > 0 else 0.0
         return Plan(
             recompute=frozenset(graph.ops[i].site for i in found.chosen),
             fingerprint=graph.fingerprint,
             structure=graph.structure,
-            solver=found.solver,
+            solver=found.solver if found is self.plain else found.solver + self._remark,
             budget_bytes=budget,
             hardware=graph.hardware,
             prediction=replace(
@@ -151,7 +161,8 @@ class Planner:
         if budget >= self.plain.peak:
             return 0.0
         seconds = (self._any_bounds if any_plan else self._bounds).seconds(budget)
-        return seconds if seconds < float("inf") else 0.0
+        proofs = (bound for limit, bound in self.proofs.items() if limit >= budget)  # less room is never faster
+        return max(0.0 if seconds == float("inf") else seconds, *proofs, 0.0)
 
     @cached_property
     def _bounds(self) -> LowerBound:
@@ -177,7 +188,22 @@ class Planner:
             if middle == low:
                 break
             high = middle
+        if self.programme is not None:
+            found = self.programme.least(_level(best)).found
+            if found is not None and found[1].peak_bytes < best.peak:
+                return Candidate(dict.fromkeys(found[0], 0), found[1], "milp, least peak")
         return best
+
+    @cached_property
+    def programme(self) -> Programme | None:
+        """The programme for the optimum, where the step is small enough for it."""
+        settings = _EXACT[self.solver]
+        if settings is None:
+            return None
+        programme = settings.prepare(self.graph)
+        if programme is None and self.solver == "milp":
+            raise ValueError(f"milp decides about at most {settings.largest} operations; take solver='chain' here")
+        return programme
 
     @cached_property
     def deep(self) -> tuple[Candidate, ...]:
@@ -188,6 +214,33 @@ class Planner:
         rooms = sorted({2, 3, 4, 6, 8, 12, count // 8, count // 4, count // 2, 3 * count // 4} & set(range(2, count)))
         chosen = ((room, Revolve(room).solve(self.graph, self.tables.chain)) for room in rooms)
         return tuple(self._judge(depths, f"revolve with {room} states") for room, depths in chosen)
+
+    @cached_property
+    def _remark(self) -> str:
+        """Why ``"auto"`` did not look for the optimum."""
+        if self.solver != "auto" or self.programme is not None:
+            return ""
+        return f", {len(Decisions(self.graph).ops)} operations are too many for milp"
+
+    def _fastest(self, budget: int) -> Candidate | None:
+        """The fastest candidate within ``budget``; None if there is none."""
+        fits = [c for c in (self._within(budget), *self.deep) if c is not None and c.peak <= budget]
+        best = min(fits, key=lambda c: c.seconds, default=None)
+        if self.programme is not None:
+            best = self._optimum(self.programme, budget, best)
+        if best is None and self.lowest.peak <= budget:
+            return self.lowest
+        return best
+
+    def _optimum(self, programme: Programme, budget: int, best: Candidate | None) -> Candidate | None:
+        """The optimum, or the best that there was time to find, and what that proves about ``budget``."""
+        answer = programme.best(budget, _level(best))
+        self.proofs[budget] = answer.bound if answer.bound < float("inf") else 0.0
+        how = "proven optimal by milp" if answer.proven else "milp stopped before a proof"
+        found = answer.found
+        if found is None or (best is not None and best.seconds <= found[1].step_seconds):
+            return None if best is None else replace(best, solver=f"{best.solver}, {how}")
+        return Candidate(dict.fromkeys(found[0], 0), found[1], f"milp, {how}")
 
     def _judge(self, chosen: Mapping[int, int], solver: str) -> Candidate:
         return Candidate(chosen, simulate(self.graph, chosen, trail=False), solver)
@@ -226,6 +279,11 @@ class Planner:
             f"{format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes), reached {timeline.peak_where}. "
             f"It is filled by {parts}. A smaller batch, mixed precision, or sharding make the rest smaller."
         )
+
+
+def _level(found: Candidate | None) -> tuple[frozenset[int], Timeline] | None:
+    """``found`` as a start for the programme, which knows one level of recomputation."""
+    return None if found is None or any(found.chosen.values()) else (frozenset(found.chosen), found.timeline)
 
 
 _PLURALS = {"parameter": "parameters", "gradient": "gradients", "activation": "activations",

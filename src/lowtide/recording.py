@@ -9,10 +9,11 @@ import torch
 
 from lowtide.plan import Plan
 from lowtide.tape.backwards import backwards
+from lowtide.tape.functions import trusted_codes
 from lowtide.tape.ledger import Ledger, Report
 from lowtide.tape.operators import declare
 from lowtide.tape.policy import Op, Policy, as_policy
-from lowtide.tape.recorder import Recorder, trusted_codes
+from lowtide.tape.recorder import Recorder
 from lowtide.tape.sites import Home, watch
 from lowtide.tape.tickets import unpack
 from lowtide.tape.transforms import hooks_allowed, pop_hooks, push_hooks

@@ -1,19 +1,20 @@
 """verify: run a step plainly and under a plan from the same state, and compare all that is left, bit for bit.
 
-    snapshot ─▶ under the plan (proofs run)  ─▶ seen ─┐
-    restore  ─▶ plain                        ─▶ seen ─┼─▶ what differs between the plain runs is set aside,
-    restore  ─▶ plain again                  ─▶ seen ─┤   the rest of all four must agree
+    snapshot ─▶ forward, that discovers generators and leaves
+    restore  ─▶ plain                        ─▶ seen ─┐
+    restore  ─▶ plain again                  ─▶ seen ─┼─▶ what differs between the plain runs is set aside,
+    restore  ─▶ under the plan (proofs run)  ─▶ seen ─┤   the rest of all four must agree
     restore  ─▶ under the plan (as it stays) ─▶ seen ─┘
     restore
 
-The run with the proofs comes first because it also discovers which generators there are.
+A plan is followed in two ways, so it is tried twice.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +33,7 @@ from lowtide.snapshot import Snapshot
 from lowtide.tape.policy import Op, Policy, as_policy
 from lowtide.tracing import trace
 from lowtide.tracing.stepping import Step
+from lowtide.tracing.stepping import _loss as loss_of
 from lowtide.verdict import Difference, Verdict
 
 AnyPlan = Plan | int | str | Policy | Callable[[Op], bool]
@@ -84,22 +86,16 @@ def verify(
         raise ValueError(f"steps must be at least 1, not {steps}")
     refuse_lazy(model)
     with Snapshot(model, optimizer) as snapshot, undisturbed(model):
-        discovery = Discovery(snapshot)
-        watched = discovery.watch(step)
-        policy, made = resolve(watched, model, plan, optimizer)
-        recording = record(policy)
-        planned = _Planned(recording, steps)
-        first = planned.run(Trial(watched, model, snapshot, optimizer))
+        policy, made = resolve(Discovery(snapshot).watch(step), model, plan, optimizer)
         trial = Trial(step, model, snapshot, optimizer)
-        plain, irreproducible = reference(trial, steps)
-        differences = _Differences(trial, plain, irreproducible)
-        differences.add(first)
-        differences.add(planned.run(trial))
+        plain, irreproducible = _reference(trial, steps)
+        recording = record(policy)
+        differences, failure = _under(recording, trial, plain, steps)
     return Verdict(
         compared=_compared(plain, irreproducible),
-        differences=tuple(differences.found.values()),
-        irreproducible=tuple(dict.fromkeys(str(what) for what in irreproducible)),
-        failure=planned.failure,
+        differences=tuple(one for what, one in differences.items() if what not in irreproducible),
+        irreproducible=tuple(dict.fromkeys(map(str, irreproducible))),
+        failure=failure,
         steps=steps,
         warnings=recording.report().warnings,
         plan=made,
@@ -107,21 +103,38 @@ def verify(
 
 
 def resolve(
-    step: Step, model: nn.Module, plan: AnyPlan, optimizer: torch.optim.Optimizer | None
+    watched: Step, model: nn.Module, plan: AnyPlan, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Policy, Plan | None]:
-    """``plan`` as a policy, and the plan itself; one is made for a budget, a hand policy has none."""
+    """``plan`` as a policy, and the plan itself; one is made for a budget, a hand policy has none.
+
+    In any case ``watched`` is called once, and what it computes is not kept for backward.
+    """
     if isinstance(plan, (int, str)):
-        plan = solve(trace(step, model, optimizer=optimizer), plan)
-    if isinstance(plan, Plan):
+        plan = solve(trace(watched, model, optimizer=optimizer), plan)
         return policy_of(plan), plan
-    return as_policy(plan), None
+    policy = policy_of(plan) if isinstance(plan, Plan) else as_policy(plan)
+    with record(policy, check="never"):
+        loss_of(watched)
+    return policy, plan if isinstance(plan, Plan) else None
 
 
-def reference(trial: Trial, steps: int = 1) -> tuple[Observation, set[What]]:
-    """Run the plain step twice from the same state: what it leaves behind, and what it does not repeat."""
+def _reference(trial: Trial, steps: int) -> tuple[Observation, dict[What, Difference]]:
+    """What the plain step leaves behind, and where it differs from itself."""
     plain = trial.run(steps=steps, between=dirty_memory)
     again = trial.run(steps=steps, between=dirty_memory)
-    return plain, {what for what, _ in trial.differences(plain, again)}
+    return plain, trial.differences(plain, again)
+
+
+def _under(recording: Recording, trial: Trial, plain: Observation, steps: int) -> tuple[dict[What, Difference], str]:
+    """Where two runs under the plan differ from the plain one, and the error that one of them ended in."""
+    found: dict[What, Difference] = {}
+    for _ in range(2):
+        try:
+            seen = trial.run(lambda: recording, steps=steps, between=dirty_memory)
+        except (ReplayMismatch, RootChanged) as error:
+            return found, f"{type(error).__name__}: {error}"
+        found = trial.differences(plain, seen) | found
+    return found, ""
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -152,40 +165,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             handle._inside = inside
 
 
-class _Planned:
-    """The step under the plan, and the first error of lowtide's that it raised."""
-
-    def __init__(self, recording: Recording, steps: int) -> None:
-        self.recording = recording
-        self.steps = steps
-        self.failure = ""
-
-    def run(self, trial: Trial) -> Observation | None:
-        """What the step leaves behind under the plan; None where it failed."""
-        try:
-            return trial.run(lambda: self.recording, steps=self.steps, between=dirty_memory)
-        except (ReplayMismatch, RootChanged) as error:
-            self.failure = self.failure or f"{type(error).__name__}: {error}"
-            return None
-
-
-class _Differences:
-    """Collects what differs from the plain step, each thing once."""
-
-    def __init__(self, trial: Trial, plain: Observation, irreproducible: set[What]) -> None:
-        self.trial = trial
-        self.plain = plain
-        self.irreproducible = irreproducible
-        self.found: dict[What, Difference] = {}
-
-    def add(self, seen: Observation | None) -> None:
-        if seen is not None:
-            for what, difference in self.trial.differences(self.plain, seen):
-                if what not in self.irreproducible:
-                    self.found.setdefault(what, difference)
-
-
-def _compared(plain: Observation, irreproducible: set[What]) -> tuple[tuple[str, int], ...]:
+def _compared(plain: Observation, irreproducible: Collection[What]) -> tuple[tuple[str, int], ...]:
     """How many different things of each kind were compared, whatever the number of steps."""
     things = dict.fromkeys((what.kind, what.name) for what in plain if what not in irreproducible)
     return tuple(Counter(kind for kind, _ in things).items())

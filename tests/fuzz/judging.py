@@ -178,7 +178,12 @@ def depends_on_modes(program: Program) -> bool:
 
 
 def writes_unseen(program: Program) -> bool:
-    """Say whether the program may write in place outside of the recording, after something was recorded."""
+    """Say whether the program may write out of the recording's sight, or past version counters.
+
+    Written past a version counter, plain PyTorch silently computes with what was written.
+    """
+    if any(instruction.writes_hidden for instruction in program.body):
+        return True
     recorded = False
     for instruction in program.body:
         recorded = recorded or instruction.recorded

@@ -74,7 +74,7 @@ def compiled(source: str) -> tuple[Setup, Step]:
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     names = dict(NAMES)
     exec(compile(source, name, "exec"), names)
-    return names["setup"], names["step"]  # type: ignore[return-value]
+    return names["setup"], names["step"]
 
 
 def learnable(state: dict[str, Any]) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowtide.graph import Event, StepGraph
-from lowtide.policies import repeated_blocks
+from lowtide.structure import repeated_blocks
 
 _LARGEST = 90  # operations in a segment that is not a block, before it is cut
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +43,13 @@ class Backwards:
                     torch.autograd._engine_run_backward = self._original
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        original, wraps = self._original, list(self._wraps)
+        original, wraps = self._original, reversed(self._wraps)
         creates_graph = bool(args[3]) if len(args) > 3 else bool(kwargs.get("create_graph", False))
 
-        def nested(rest: list[Wrap]) -> Any:
-            if not rest:
-                return original(*args, **kwargs)
-            return rest[0](creates_graph, lambda: nested(rest[1:]))
-
-        return nested(wraps)
+        run = partial(original, *args, **kwargs)
+        for wrap in wraps:  # no closure that refers to itself: a cycle would hold the graph
+            run = partial(wrap, creates_graph, run)
+        return run()
 
 
 backwards = Backwards()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from lowtide.structure import Structure
+
 if TYPE_CHECKING:
     import torch
-
-
-Structure = tuple[tuple[str, str], ...]
-"""Path and class name of every module below the outermost one, in order, itself first with path ""."""
 
 
 class Op:

@@ -51,8 +51,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit; NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    flat = [t.resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
-    return torch.equal(*(t.view(torch.uint8) if t.numel() else t for t in flat))
+    flat = [t.resolve_conj().resolve_neg().contiguous() for t in (one, other)]
+    return torch.equal(*(t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in flat))
 
 
 def watch_memory(recorder: Recorder, tensor: Tensor) -> None:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
 from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, dispatches, expose, find, rare
+from lowtide.tape.functions import APPLY, runs_trusted, trusted_codes, trusts
 from lowtide.tape.operators import Operator, argument, operator, tensors_at
 from lowtide.tape.policy import Op, Policy
 from lowtide.tape.recipes import FullRecipe, Recipe, capture
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 PASS, DROP, ASK, WRITE, SWAP, FORCE = range(6)
 _NONE: dict[str, Any] = {}
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _plain: set[type] = {Tensor, Parameter}  # classes whose tensors are recorded; FakeTensor is added when it is met
 
 
@@ -208,7 +207,7 @@ class Recorder(TapeMode):
 
     def trusts_caller(self) -> bool:
         """Whether operations without grad come from a declared custom Function's forward."""
-        return bool(trusted_codes) and _runs_trusted()
+        return bool(trusted_codes) and runs_trusted()
 
     def step_aside(self, creates_graph: bool, run: Callable[[], Any]) -> Any:
         """Run a backward pass that starts inside the recording without looking on, as the plain step runs it."""
@@ -235,7 +234,7 @@ class Recorder(TapeMode):
             buffer: Buffer | None = getattr(tensor.untyped_storage(), MADE, None)
         except NotImplementedError:  # sparse tensors have no storage
             buffer = None
-        function = sys._getframe(1).f_code is _APPLY
+        function = sys._getframe(1).f_code is APPLY
         if buffer is None or not self._still_made(tensor, buffer, function):
             return keep(tensor, function)
         return pack_dropped(tensor, buffer)
@@ -337,25 +336,6 @@ class Recorder(TapeMode):
 
 
 # ---- small questions ----------------------------------------------------------------------------------------
-
-trusted_codes: set[Any] = set()
-"""Code objects of the forwards that were declared recomputable."""
-
-
-def trusts(function: Any) -> bool:
-    """Whether a custom Function was declared recomputable."""
-    return getattr(getattr(function, "forward", None), "__code__", None) in trusted_codes
-
-
-def _runs_trusted() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in trusted_codes:
-            return True
-        if frame.f_code is _APPLY:
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _is_plain(kind: type) -> bool:

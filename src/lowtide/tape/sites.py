@@ -14,7 +14,8 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lowtide.tape.policy import Policy, Structure
+    from lowtide.structure import Structure
+    from lowtide.tape.policy import Policy
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import Buffer, Call, Event, Operation, Storage
-from lowtide.policies import recompute_all, repeated_blocks
+from lowtide.policies import recompute_all
+from lowtide.structure import repeated_blocks
 from lowtide.tape import proof, randomness
 from lowtide.tape.buffers import MADE, clone_storage
 from lowtide.tape.ledger import Ledger

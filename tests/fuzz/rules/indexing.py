@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .drawing import (
     Rule,
+    Want,
     axis,
     both,
     dims,
@@ -19,14 +22,14 @@ from .drawing import (
 )
 
 
-def positions(first: object):
+def positions(first: Any) -> Want:
     """Want integers to index with."""
     return lambda t: whole(t) and 0 < t.numel() <= 24
 
 
-def same_mask(first: object):
+def same_mask(first: Any) -> Want:
     """Want a mask of the first operand's shape."""
-    return lambda t: logical(t) and t.shape == first.shape  # type: ignore[attr-defined]
+    return lambda t: logical(t) and t.shape == first.shape
 
 
 RULES = [

@@ -112,7 +112,7 @@ PRODUCTS = [
     Rule("addr", "{r} = torch.addr({c}, {a}, {b})", lambda d: _rank_one(d), 0.5),
     Rule(
         "kron",
-        "{r} = torch.kron({a}.reshape(-1)[:3], {b}.reshape(-1)[:3])",
+        "{r} = torch.kron({a}.reshape(-1)[:3] * 1, {b}.reshape(-1)[:3] * 1)",
         pair(full, lambda t: both(full, same_dtype(t))),
         0.3,
     ),

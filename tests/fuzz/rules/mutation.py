@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from .drawing import (
     Choice,
     Draw,
     Rule,
+    Want,
     among,
     axis,
     both,
@@ -29,29 +33,29 @@ from .drawing import (
 NO_GRAD = "torch.no_grad()"
 
 
-def _same(t: object):
+def _same(t: Any) -> Want:
     """Want a real tensor of the first operand's shape and dtype."""
     return both(real, same_shape(t))
 
 
-def _row(t: object):
+def _row(t: Any) -> Want:
     """Want what can be written into one row of the first operand."""
-    return lambda u: real(u) and u.dim() < t.dim() and expands(t[0])(u)  # type: ignore[attr-defined,index]
+    return lambda u: real(u) and u.dim() < t.dim() and expands(t[0])(u)
 
 
-def _other_dtype(t: object):
-    return lambda u: real(u) and u.shape == t.shape and u.dtype != t.dtype  # type: ignore[attr-defined]
+def _other_dtype(t: Any) -> Want:
+    return lambda u: real(u) and u.shape == t.shape and u.dtype != t.dtype
 
 
-def _mask(t: object):
-    return lambda u: logical(u) and u.shape == t.shape  # type: ignore[attr-defined]
+def _mask(t: Any) -> Want:
+    return lambda u: logical(u) and u.shape == t.shape
 
 
-def _positions(t: object):
+def _positions(t: Any) -> Want:
     return lambda u: whole(u) and 0 < u.numel() <= 24
 
 
-def _inplace(name: str, template: str, choose, weight: float = 1.0) -> Rule:
+def _inplace(name: str, template: str, choose: Callable[[Draw], Choice], weight: float = 1.0) -> Rule:
     return Rule(name, template, choose, weight, risky=True)
 
 
@@ -162,7 +166,7 @@ VIEWS = [
 ]
 
 
-def _out(name: str, template: str, choose, weight: float = 0.7) -> Rule:
+def _out(name: str, template: str, choose: Callable[[Draw], Choice], weight: float = 0.7) -> Rule:
     return Rule(name, template, choose, weight, risky=True, scope=NO_GRAD)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from .drawing import Rule, among, axis, dims, full, number, one, real, seed, shape_of, single, tensor
+from collections.abc import Callable
+
+from .drawing import Choice, Draw, Rule, among, axis, dims, full, number, one, real, seed, shape_of, single, tensor
 
 HALF = among(0.2, 0.5)
 
 
-def _inplace(name: str, template: str, choose, weight: float = 1.0) -> Rule:
+def _inplace(name: str, template: str, choose: Callable[[Draw], Choice], weight: float = 1.0) -> Rule:
     return Rule(name, template, choose, weight, risky=True)
 
 

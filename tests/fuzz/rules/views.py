@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from .drawing import (
     Choice,
     Draw,
@@ -24,13 +27,13 @@ from .drawing import (
 )
 
 
-def _permutation(d: Draw, t: object) -> str:
-    order = list(range(t.dim()))  # type: ignore[attr-defined]
+def _permutation(d: Draw, t: Any) -> str:
+    order = list(range(t.dim()))
     d.rng.shuffle(order)
     return repr(order)
 
 
-def _dim_of_size(least: int, *parts: Part):
+def _dim_of_size(least: int, *parts: Part) -> Callable[[Draw], Choice]:
     """Draw a tensor and a dimension of it that has at least `least` entries."""
 
     def choose(d: Draw) -> Choice:
@@ -67,7 +70,7 @@ def _broader(d: Draw) -> Choice:
     return (a,), (repr((d.rng.randrange(2, 4), *d[a].shape)),)
 
 
-def _numbered(least: int):
+def _numbered(least: int) -> Callable[[Draw], Choice]:
     return one(dims(least), axis)
 
 
