@@ -33,6 +33,7 @@ def active() -> Recorder | None:
 
 def begin(recorder: Recorder) -> None:
     """Let ``recorder`` see this thread's modules, operations and saved tensors."""
+    recorder.outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     push_hooks(recorder.pack, unpack)
     try:
         watch.start(recorder.enter_module, recorder.leave_module)

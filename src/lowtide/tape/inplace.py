@@ -51,6 +51,13 @@ class Target:
 
 def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that writes, and note the new versions it makes."""
+    out = _write(recorder, op, args, kwargs)
+    if op.lists:
+        torch.autograd.graph.increment_version(tensors_at(op.writes, args, kwargs))
+    return out
+
+
+def _write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = targets_of(recorder, op, args, kwargs)
     for target in targets.values():
         release_held(target.storage, target.tensor)

@@ -25,6 +25,7 @@ class Operator:
         "func",
         "keep",
         "key",
+        "lists",
         "makes_new",
         "name",
         "overload",
@@ -48,6 +49,7 @@ class Operator:
         self.undeclared: tuple[int | str, ...] = ()  # arguments written although the schema does not say so
         self.chance: int | str | None = None  # where its probability is given: with 0 it draws nothing
         self.takes_dtype = False
+        self.lists = False  # writes the items of a list, whose versions no mode lets torch count
         self.several = False  # more than one result: a mask beside what it masked
         self.makes_new = True  # some results are memory of their own
         self.view = self.blank = self.random = self.swaps_memory = self.whole = self.safe_on_cpu_only = False
@@ -61,10 +63,11 @@ class Operator:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.blank = short in _BLANK
         self.swaps_memory = short in _SWAPS_MEMORY
+        self.lists = short.startswith("_foreach_") and bool(self.writes)
         self.whole = short in _OVERWRITES_WHOLE or torch.Tag.out in func.tags
         self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (torch.Tag.nondeterministic_bitwise in func.tags)
         # The schema calls _unsafe_view's result a new tensor, but it shares memory; prim only asks questions.
-        self.view = self.view or short == "_unsafe_view" or namespace == "prim"
+        self.view = self.view or short == "_unsafe_view" or namespace in ("prim", "profiler")
         if namespace not in _KNOWN_NAMESPACES:
             self.keep = _REASONS.get(namespace, "a custom operator not declared recomputable")
 

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, dispatches, expose, find, rare
+from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, dispatches, expose, find, layout_of, rare
 from lowtide.tape.functions import APPLY, runs_trusted, trusted_codes, trusts
 from lowtide.tape.operators import Operator, argument, operator, tensors_at
 from lowtide.tape.policy import Op, Policy
 from lowtide.tape.recipes import FullRecipe, Recipe, capture
 from lowtide.tape.replay import TapeMode
 from lowtide.tape.sites import Home, tree_of
-from lowtide.tape.tickets import Parts, keep, keep_now, pack_dropped
+from lowtide.tape.tickets import Chained, Parts, Ticket, keep, keep_now, pack_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +75,7 @@ class Recorder(TapeMode):
         self.calls: dict[int, int] = {}
         self.tree: Any = None
         self.paused = 0
+        self.outer: tuple[Any, Any] | None = None  # saved-tensor hooks set around the recording
         self.base_depth = 0  # of what the policy recomputes without being asked
         self._stand_in(self.frame)
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -186,7 +187,7 @@ class Recorder(TapeMode):
         if op.safe_on_cpu_only and not (result.is_cpu or result.is_meta):
             self.ledger.note(op, self.frame.home, "not reproducible from run to run on this device")
             return False
-        return result.layout is torch.strided and type(result) in _plain
+        return result.layout is torch.strided and (type(result) in _plain or _is_plain(type(result)))
 
     def count(self, op: Operator) -> int:
         """Which operation of this kind in this module call is about to run, from 0."""
@@ -235,9 +236,14 @@ class Recorder(TapeMode):
         except NotImplementedError:  # sparse tensors have no storage
             buffer = None
         function = sys._getframe(1).f_code is APPLY
-        if buffer is None or not self._still_made(tensor, buffer, function):
-            return keep(tensor, function)
-        return pack_dropped(tensor, buffer)
+        if buffer is not None and self._still_made(tensor, buffer, function):
+            if self.outer is None:
+                return pack_dropped(tensor, buffer)
+            buffer.used = True
+            return Ticket(buffer, layout_of(tensor), None)
+        if self.outer is not None:
+            return Chained(self.outer[1], self.outer[0](tensor))
+        return keep(tensor, function)
 
     def _still_made(self, tensor: Tensor, buffer: Buffer, function: bool) -> bool:
         """Whether ``buffer``'s recipe makes what is being saved."""
@@ -309,7 +315,7 @@ class Recorder(TapeMode):
     def restore_point(self, output: Any) -> None:
         """Keep the tensors in ``output``, whatever made them."""
         for tensor in tensors_in(output):
-            if type(tensor) in _plain and tensor.layout is torch.strided:
+            if _is_plain(type(tensor)) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 buffer = getattr(storage, MADE, None)
                 if buffer is not None and blank(buffer) is None:

@@ -57,7 +57,7 @@ class Ticket:
 
     __slots__ = ("__weakref__", "buffer", "layout", "save")
 
-    def __init__(self, buffer: Buffer, layout: Layout, save: Save) -> None:
+    def __init__(self, buffer: Buffer, layout: Layout, save: Save | None) -> None:
         self.buffer = buffer
         self.layout = layout
         self.save = save
@@ -65,6 +65,8 @@ class Ticket:
     def redeem(self) -> Tensor:
         """The tensor's contents: the tensor itself if the program still holds it, else made again."""
         save = self.save
+        if save is None:  # hooks around the recording: the contents when it was saved, whatever happened since
+            return place(rebuild(self.buffer), self.layout)
         if save.stale:
             raise RootChanged(modified_message(self.layout[0], self.layout[3], save.version, None))
         origin = save.origin()
@@ -77,6 +79,21 @@ class Ticket:
         while buffer.rare is not None and buffer.rare.next is not None:
             buffer = buffer.rare.next  # written through .data: the saved tensor has the new contents
         return place(rebuild(buffer), self.layout)
+
+
+class Chained:
+    """A kept tensor that went through the saved-tensor hooks that were set around the recording."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, unpack: Any, packed: Any) -> None:
+        self.unpack = unpack
+        self.packed = packed
+
+    def redeem(self) -> Tensor:
+        """What the outer hook gives back."""
+        tensor: Tensor = self.unpack(self.packed)
+        return tensor
 
 
 class Parts:
@@ -96,7 +113,7 @@ class Parts:
         return whole
 
 
-def unpack(packed: Kept | Ticket | Parts) -> Tensor:
+def unpack(packed: Kept | Ticket | Chained | Parts) -> Tensor:
     """Autograd's unpack hook."""
     if type(packed) is not tuple:
         return packed.redeem()  # type: ignore[union-attr]

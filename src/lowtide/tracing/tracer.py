@@ -22,7 +22,7 @@ from lowtide.tape import proof, randomness
 from lowtide.tape.buffers import MADE, clone_storage
 from lowtide.tape.ledger import Ledger
 from lowtide.tape.operators import Operator, operator, tensors_at
-from lowtide.tape.recorder import Recorder, _plain, drawn, results_of, tensors_in
+from lowtide.tape.recorder import Recorder, _is_plain, drawn, results_of, tensors_in
 from lowtide.tape.sites import Home, structure_of
 from lowtide.tape.tickets import unpack
 
@@ -96,7 +96,7 @@ class Tracer(Recorder):
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if _has_memory(t)))
         grad = torch.is_grad_enabled()
         seconds = self._time(op, args, kwargs) if self.repeats else 0.0
-        if types and not all(kind in _plain for kind in types):
+        if types and not all(_is_plain(kind) for kind in types):
             return super().__torch_dispatch__(func, types, args, kwargs)
         out = op.call(*args, **kwargs) if self.sealed else super().__torch_dispatch__(func, types, args, kwargs)
         number = len(self.ops)
@@ -195,6 +195,8 @@ class Tracer(Recorder):
 
     def known_storage(self, tensor: Tensor) -> int | None:
         """The number of ``tensor``'s storage in this trace, if the step touched it."""
+        if not _has_memory(tensor):
+            return None
         known = getattr(tensor.untyped_storage(), _TRACED, None)
         return self.buffers[known[1]][0] if known is not None and known[0] is self else None
 
@@ -202,7 +204,7 @@ class Tracer(Recorder):
 
     def pack(self, tensor: Tensor) -> Any:
         packed = super().pack(tensor)
-        if not _has_memory(tensor) or (type(tensor) not in _plain):
+        if not _has_memory(tensor) or not _is_plain(type(tensor)):
             return packed
         save = TracedSave(self, packed, len(self.saves), self.buffer_of(tensor))
         self.saves.append(save.buffer)
@@ -225,7 +227,7 @@ class Tracer(Recorder):
 
     def leave_module(self, module: torch.nn.Module, output: Any) -> None:
         if self.starts and self.frame.module is module:
-            outputs = [t for t in tensors_in(output) if _has_memory(t) and type(t) in _plain]
+            outputs = [t for t in tensors_in(output) if _has_memory(t) and _is_plain(type(t))]
             buffers = tuple(dict.fromkeys(self.buffer_of(t) for t in outputs))
             home, call = self.frame.home, self.frame.call
             if home.path in self.blocks:
