@@ -9,6 +9,4 @@ from __future__ import annotations
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault(
-    "KINETO_LOG_LEVEL", "6"
-)  # else every profile writes two lines of its own to standard error
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else every profile writes two lines of its own to standard error

@@ -32,9 +32,7 @@ def torch_sac() -> Contender:
     contexts = partial(create_selective_checkpoint_contexts, EXPENSIVE)
     return Contender(
         "torch SAC",
-        replace_forward=lambda forward: partial(
-            checkpoint, forward, use_reentrant=False, context_fn=contexts
-        ),
+        replace_forward=lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts),
     )
 
 

@@ -34,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = QUICK_MODELS if options.quick else MODELS
     for name in models if options.model == "all" else [options.model]:
         workload = models[name]()
-        rounds = track(
-            range(options.rounds), name, console=Console(stderr=True), disable=options.json, transient=True
-        )
+        rounds = track(range(options.rounds), name, console=Console(stderr=True), disable=options.json, transient=True)
         rows = race(workload, engine_contenders(workload.pattern), rounds, options.steps)
         if options.json:
             print(json.dumps({"model": workload.name, "rows": [asdict(row) for row in rows]}))
@@ -46,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0]
-    )
+    made = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--model", choices=[*MODELS, "all"], default="all")
     made.add_argument("--rounds", type=int, default=7, help="rounds, each contender once in each")
     made.add_argument("--steps", type=int, default=1, help="steps of a contender in a round")

@@ -30,7 +30,8 @@ from benchmarks.headlines import Headlines, Point, headlines
 from benchmarks.memory import measure_memory
 from benchmarks.prediction import graph_of, resident_bytes
 from benchmarks.race import Row, clear, race
-from benchmarks.zoo import SMALL, ZOO, ZooModel
+from benchmarks.zoo import SMALL, ZOO
+from benchmarks.zoo_model import ZooModel
 from lowtide.demo.contenders import PLAIN, Around, Contender, torch_per_block
 from lowtide.planned import policy_of
 from lowtide.units import format_bytes
@@ -196,9 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.frontier", description=(__doc__ or "").split("\n")[0]
-    )
+    made = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--model", choices=[*ZOO, *SMALL], action="append", help="may be given again; default: gpt, lm")
     made.add_argument("--all", action="store_true", help="the whole zoo")
     made.add_argument("--plans", type=int, default=8, help="plans of the frontier to carry out")

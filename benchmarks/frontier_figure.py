@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ def draw(title: str, frontier: Sequence[Point], others: Mapping[str, Point], pat
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    style = {"svg.hashsalt": "lowtide", "svg.fonttype": "path", "font.size": 9, "text.color": INK}
+    style: dict[Any, Any] = {"svg.hashsalt": "lowtide", "svg.fonttype": "path", "font.size": 9, "text.color": INK}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
         line = best(frontier)
         axes.plot([percent(p) for p in line], [p.peak_bytes / MIB for p in line], "-o", color=LINE, ms=4, lw=1.6)
-        axes.plot([percent(p) for p in others.values()], [p.peak_bytes / MIB for p in others.values()], "s", color=INK, ms=4)
+        axes.plot(
+            [percent(p) for p in others.values()], [p.peak_bytes / MIB for p in others.values()], "s", color=INK, ms=4
+        )
         axes.set_ylim(bottom=0)
         name_points(axes, ({"lowtide": line[len(line) // 2]} if line else {}) | dict(others))
         axes.set_title(title, fontsize=10, loc="left")
@@ -34,6 +36,12 @@ def draw(title: str, frontier: Sequence[Point], others: Mapping[str, Point], pat
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
+
+
+def coordinates(points: Iterable[Point]) -> tuple[list[float], list[float]]:
+    """Extra time in percent, and peaks in MiB."""
+    points = list(points)
+    return [percent(point) for point in points], [point.peak_bytes / MIB for point in points]
 
 
 def percent(point: Point) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def best(points: Sequence[Point]) -> list[Point]:
 
 def peak_at(points: Sequence[Point], ratio: float) -> float:
     """Least peak bytes within a time ratio, on the line through `points` as `best` gives them."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if ratio < after.ratio:
             share = max(0.0, (ratio - before.ratio) / (after.ratio - before.ratio))
             return before.peak_bytes + share * (after.peak_bytes - before.peak_bytes)
@@ -72,7 +73,7 @@ def ratio_at(points: Sequence[Point], peak_bytes: float) -> float:
     """Least time ratio within a peak, on the same line; NaN below the lowest."""
     if peak_bytes >= points[0].peak_bytes:
         return points[0].ratio
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         if peak_bytes >= after.peak_bytes:
             share = (before.peak_bytes - peak_bytes) / (before.peak_bytes - after.peak_bytes)
             return before.ratio + share * (after.ratio - before.ratio)

@@ -34,25 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in MODELS if options.model == "all" else [options.model]:
         workload = MODELS[name]()
         ops = count_forward_ops(workload)
-        rounds = track(
-            range(options.rounds), name, console=Console(stderr=True), disable=options.json, transient=True
-        )
+        rounds = track(range(options.rounds), name, console=Console(stderr=True), disable=options.json, transient=True)
         rows = race(workload, host_cost_contenders(workload.pattern), rounds, options.steps or STEPS[name])
         if options.json:
-            print(
-                json.dumps(
-                    {"model": workload.name, "forward_ops": ops, "rows": [asdict(row) for row in rows]}
-                )
-            )
+            print(json.dumps({"model": workload.name, "forward_ops": ops, "rows": [asdict(row) for row in rows]}))
         else:
             console.print(render(workload, ops, rows))
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.host_cost", description=(__doc__ or "").split("\n")[0]
-    )
+    made = argparse.ArgumentParser(prog="python -m benchmarks.host_cost", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--model", choices=[*MODELS, "all"], default="tiny")
     made.add_argument("--rounds", type=int, default=9, help="rounds, each contender once in each")
     made.add_argument(

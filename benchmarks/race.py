@@ -33,9 +33,7 @@ class Digest:
 
     def difference(self, plain: Digest) -> str:
         """Return "" if equal, else what differs from plain."""
-        wrong = [
-            name for name in ("loss", "gradients", "buffers") if getattr(self, name) != getattr(plain, name)
-        ]
+        wrong = [name for name in ("loss", "gradients", "buffers") if getattr(self, name) != getattr(plain, name)]
         return f"{', '.join(wrong)} differ" if wrong else ""
 
 
@@ -104,9 +102,7 @@ def race(workload: Workload, contenders: Sequence[Contender], rounds: Iterable[i
     for lane in lanes:
         attempt(lane, workload, partial(prepare, lane, workload, buffers))
     if lanes[0].failure:
-        raise RuntimeError(
-            f"{lanes[0].contender.name}, to which all else is compared, failed: {lanes[0].failure}"
-        )
+        raise RuntimeError(f"{lanes[0].contender.name}, to which all else is compared, failed: {lanes[0].failure}")
     for number in rounds:
         for lane in in_turn(lanes, number):
             attempt(lane, workload, partial(time_steps, lane, workload, steps))

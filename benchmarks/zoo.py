@@ -7,83 +7,19 @@ blocks of a model, `mlp` the modules inside them that `by_module` is tried on.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.models import Workload, gelu_gpt, small_gelu_gpt, small_swiglu_lm, swiglu_lm
-from lowtide.policies import matches
+from benchmarks.handmade import lstm, unet
+from benchmarks.models import gelu_gpt, small_gelu_gpt, small_swiglu_lm, swiglu_lm
+from benchmarks.zoo_model import ZooModel, from_workload, zoo_model
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises kernels that a CPU has no use for
 
 TOKENS = 512
 """Vocabulary of the language models: small, so that the blocks weigh more than the head."""
-
-
-@dataclass(frozen=True)
-class ZooModel(Workload):
-    """A workload with all of its inputs, and the pattern of an MLP-like part of its blocks."""
-
-    inputs: tuple[Tensor, ...] = ()
-    mlp: str = ""
-
-    def seeded(self) -> ZooModel:
-        """The same model, every forward pass from the same random state: torch's, NumPy's and Python's."""
-
-        def forward() -> Tensor:
-            torch.manual_seed(1)
-            np.random.seed(1)
-            random.seed(1)
-            return self.forward()
-
-        return replace(self, forward=forward)
-
-    def in_bfloat16(self) -> ZooModel:
-        """The same model, its forward pass under bfloat16 autocast."""
-
-        def forward() -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.forward()
-
-        return replace(self, name=f"{self.name}, bfloat16 autocast", forward=forward)
-
-
-def zoo_model(
-    name: str,
-    model: nn.Module,
-    inputs: dict[str, Tensor],
-    pattern: str,
-    mlp: str,
-    loss: Callable[[Any], Tensor] = lambda output: output.loss,
-    **constants: Any,
-) -> ZooModel:
-    """A model in training mode that is called with `inputs` and `constants`; `loss` takes what it returns."""
-    model.train()
-    blocks = [module for path, module in model.named_modules() if path and matches(pattern, path)]
-    tensors = tuple(inputs.values())
-
-    def forward() -> Tensor:
-        return loss(model(**inputs, **constants))
-
-    return ZooModel(name, model, blocks, pattern, tensors[0], forward, tensors, mlp)
-
-
-def from_workload(make: Callable[[], Workload]) -> Callable[[], ZooModel]:
-    """A maker of the GPT-like workload that `make` makes, as a model of the zoo."""
-
-    def made() -> ZooModel:
-        own = make()
-        return ZooModel(
-            own.name, own.model, own.blocks, own.pattern, own.batch, own.forward, (own.batch,), "blocks.*.mlp"
-        )
-
-    return made
 
 
 # ---- language models ----------------------------------------------------------------------------------------
@@ -267,9 +203,7 @@ def resnet() -> ZooModel:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     torch.manual_seed(0)
-    config = ResNetConfig(
-        embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 3, 2], num_labels=10
-    )
+    config = ResNetConfig(embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 3, 2], num_labels=10)
     inputs = {"pixel_values": torch.randn(8, 3, 128, 128), "labels": torch.randint(10, (8,))}
     return zoo_model(
         "ResNet, 9 bottlenecks, 8 x 3 x 128 x 128",
@@ -342,87 +276,6 @@ def whisper() -> ZooModel:
         "layers.*",
         "layers.*.self_attn",
         use_cache=False,
-    )
-
-
-class UNet(nn.Module):
-    """Two levels down and two up with skips, (B, 3, H, W) -> (B, 2, H, W): batch norm, activations in place."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([self.convolutions(3, width), self.convolutions(width, 2 * width)])
-        self.middle = self.convolutions(2 * width, 2 * width)
-        self.up = nn.ModuleList([self.convolutions(4 * width, width), self.convolutions(2 * width, width)])
-        self.head = nn.Conv2d(width, 2, 1)
-
-    @staticmethod
-    def convolutions(before: int, after: int) -> nn.Module:
-        """Two convolutions, (B, before, H, W) -> (B, after, H, W)."""
-        layers: list[nn.Module] = []
-        for width in (before, after):
-            layers += [nn.Conv2d(width, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
-        return nn.Sequential(*layers, nn.Dropout2d(0.1))
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        x, skips = pictures, []
-        for block in self.down:
-            skips.append(block(x))
-            x = F.max_pool2d(skips[-1], 2)
-        x = self.middle(x)
-        for block in self.up:
-            x = F.interpolate(x, scale_factor=2, mode="bilinear")
-            x = block(torch.cat([x, skips.pop()], 1))
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def unet() -> ZooModel:
-    """A U-Net by hand that tells two classes apart at every pixel."""
-    torch.manual_seed(0)
-    pictures, labels = torch.randn(4, 3, 96, 96), torch.randint(2, (4, 96, 96))
-    own = zoo_model(
-        "U-Net of 24, 4 x 3 x 96 x 96",
-        UNet(24),
-        {"pictures": pictures},
-        "up.*",
-        "middle",
-        lambda logits: F.cross_entropy(logits, labels),
-    )
-    return replace(own, inputs=(pictures, labels))
-
-
-# ---- recurrence ---------------------------------------------------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    """Two LSTM cells run step by step, (B, T, D) -> (B, D): deep in operations, small in each."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.cells = nn.ModuleList([nn.LSTMCell(width, width) for _ in range(2)])
-        self.head = nn.Linear(width, width)
-
-    def forward(self, sequence: Tensor) -> Tensor:
-        states = [(sequence.new_zeros(len(sequence), self.width),) * 2 for _ in self.cells]
-        for x in sequence.unbind(1):
-            for number, cell in enumerate(self.cells):
-                states[number] = cell(x, states[number])
-                x = states[number][0]
-        last: Tensor = self.head(states[-1][0])
-        return last
-
-
-def lstm(steps: int = 80) -> ZooModel:
-    """A recurrence over many steps."""
-    torch.manual_seed(0)
-    return zoo_model(
-        f"LSTM, 2 cells of 96, 16 x {steps} steps",
-        Recurrent(96),
-        {"sequence": torch.randn(16, steps, 96)},
-        "cells.*",
-        "head",
-        lambda last: last.square().mean(),
     )
 
 

@@ -106,9 +106,7 @@ class _Drawing:
         keep: str,
     ) -> None:
         self.events.append((Event.RUN, len(self.ops)))
-        self.ops.append(
-            Operation(name, module, 0, 0, backward, tuple(reads), (result,), (), seconds, 0, 0, keep)
-        )
+        self.ops.append(Operation(name, module, 0, 0, backward, tuple(reads), (result,), (), seconds, 0, 0, keep))
 
     def graph(self) -> StepGraph:
         forward = len(self.ops)

@@ -107,9 +107,7 @@ def _seeded(seed: int, make_context: MakeContext) -> Iterator[None]:
         _inner.pop()
 
 
-def observe(
-    case: Case, make_context: MakeContext, *, backward_inside: bool = False, steps: int = 2
-) -> Observation:
+def observe(case: Case, make_context: MakeContext, *, backward_inside: bool = False, steps: int = 2) -> Observation:
     """Build the case's program and run `steps` steps of it, entering one context anew for each.
 
     The context is made once, so that a recording is used as a training loop uses it. Raises whatever the
@@ -240,18 +238,14 @@ def _freeze_tensor(tensor: Tensor) -> object:
         parts = [freeze(tensor._indices()), freeze(tensor._values())]
         return ("sparse", tensor.shape, tensor.is_coalesced(), *parts)
     kind = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    plain = (
-        tensor.detach().resolve_conj().resolve_neg().contiguous().clone(memory_format=torch.contiguous_format)
-    )
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().clone(memory_format=torch.contiguous_format)
     return (*kind, plain.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def assert_same(plain: Observation, other: Observation) -> None:
     """Fail with the name of the first thing that differs between the two runs."""
     if (plain.error is None) != (other.error is None):
-        raise AssertionError(
-            f"plain raised {plain.error!r}, the other raised {other.error!r}"
-        ) from other.error
+        raise AssertionError(f"plain raised {plain.error!r}, the other raised {other.error!r}") from other.error
     for name, expected in plain.seen.items():
         assert name in other.seen, f"{name}: missing"
         difference = first_difference(expected, other.seen[name])
@@ -267,11 +261,7 @@ def first_difference(expected: object, received: object) -> str | None:
     if isinstance(expected, dict) and isinstance(received, dict) and expected.keys() == received.keys():
         inside = {key: first_difference(expected[key], received[key]) for key in expected}
         return next(f"{key}: {text}" for key, text in inside.items() if text is not None)
-    if (
-        isinstance(expected, list | tuple)
-        and isinstance(received, list | tuple)
-        and len(expected) == len(received)
-    ):
+    if isinstance(expected, list | tuple) and isinstance(received, list | tuple) and len(expected) == len(received):
         if _is_tensor(expected) and _is_tensor(received) and expected[:-1] == received[:-1]:
             return _numbers_differ(expected, received)
         texts = [first_difference(a, b) for a, b in zip(expected, received, strict=True)]
@@ -289,9 +279,7 @@ def _numbers_differ(expected: Sequence[Any], received: Sequence[Any]) -> str:
     where = (bits_a != bits_b).any(1)
     first = int(where.nonzero()[0])
     share = f"{int(where.sum())} of {a.numel()} elements of {tuple(expected[1])} {expected[0]}"
-    return (
-        f"{share} differ, first at flat index {first}: expected {a[first].item()}, received {b[first].item()}"
-    )
+    return f"{share} differ, first at flat index {first}: expected {a[first].item()}, received {b[first].item()}"
 
 
 def _short(value: object) -> str:

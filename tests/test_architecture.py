@@ -94,9 +94,7 @@ def imports_of(path: Path, package: Path = PACKAGE) -> Iterator[Import]:
             source = ".".join((*above, *([node.module] if node.module else [])))
             if source == "lowtide":
                 for alias in node.names:
-                    yield Import(
-                        file, node.lineno, f"lowtide.{alias.name}" if is_part(alias.name, package) else source
-                    )
+                    yield Import(file, node.lineno, f"lowtide.{alias.name}" if is_part(alias.name, package) else source)
             else:
                 yield Import(file, node.lineno, source)
 
@@ -148,9 +146,7 @@ def test_only_the_top_imports_the_top() -> None:
 
 def test_integrations_do_not_know_the_command_line_nor_the_demo() -> None:
     wrong = [
-        found
-        for found in IMPORTS
-        if found.importer == "integrations" and found.imported in TOP - {"integrations"}
+        found for found in IMPORTS if found.importer == "integrations" and found.imported in TOP - {"integrations"}
     ]
     assert not wrong, offenders(*wrong)
 

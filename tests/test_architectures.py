@@ -101,9 +101,7 @@ def mamba2() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**SMALL, max_position_embeddings=64)
-    )
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, max_position_embeddings=64))
 
 
 def t5() -> nn.Module:

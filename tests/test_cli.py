@@ -83,9 +83,7 @@ def test_an_error_of_ours_becomes_one_text_and_exit_code_1(
     assert leave("demo") == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == (
-        "lowtide: blocks.3.mlp, aten.addmm: float32[2, 3] expected, [bold]float32[2][/bold] found\n"
-    )
+    assert shown.err == ("lowtide: blocks.3.mlp, aten.addmm: float32[2, 3] expected, [bold]float32[2][/bold] found\n")
 
 
 def test_an_error_that_is_not_ours_keeps_its_traceback(put_verb: Callable[..., None]) -> None:
@@ -98,7 +96,5 @@ def test_an_error_that_is_not_ours_keeps_its_traceback(put_verb: Callable[..., N
 
 
 def test_python_m_does_the_same() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "lowtide", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"lowtide {version('lowtide')}\n"), done.stderr

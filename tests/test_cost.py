@@ -42,9 +42,7 @@ ROUND = Accelerator(
 def test_an_op_takes_the_longer_of_arithmetic_and_memory_and_a_launch(
     flops: float, bytes_: float, dtype: str, launch: float | None, seconds: float
 ) -> None:
-    assert operation_seconds(ROUND, flops=flops, bytes=bytes_, dtype=dtype, launch=launch) == pytest.approx(
-        seconds
-    )
+    assert operation_seconds(ROUND, flops=flops, bytes=bytes_, dtype=dtype, launch=launch) == pytest.approx(seconds)
 
 
 def test_the_ridge_is_where_both_take_the_same_time() -> None:
@@ -91,9 +89,7 @@ def test_a_sum_on_an_a100_is_bound_by_memory_as_computed_by_hand() -> None:
         ("cpu", "something new", 1, "float32"),
     ],
 )
-def test_a_dtype_without_a_rate_gets_the_stated_part_of_another_s(
-    name: str, dtype: str, part: float, of: str
-) -> None:
+def test_a_dtype_without_a_rate_gets_the_stated_part_of_another_s(name: str, dtype: str, part: float, of: str) -> None:
     accelerator = find(name)
     assert accelerator.flops_rate(dtype) == part * accelerator.flops[of]
 

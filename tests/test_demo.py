@@ -68,9 +68,7 @@ def test_bytes_are_counted_as_by_hand() -> None:
         kept.append(torch.empty(2000, dtype=torch.uint8))
         kept.clear()
 
-    assert measure_memory(forward, backward) == StepMemory(
-        peak_bytes=1000 + 24 + 3000 + 2000, held_bytes=1024
-    )
+    assert measure_memory(forward, backward) == StepMemory(peak_bytes=1000 + 24 + 3000 + 2000, held_bytes=1024)
 
 
 def test_every_contender_trains_to_the_same_bits() -> None:
@@ -140,18 +138,13 @@ def test_the_command_fails_when_gradients_differ(
     with pytest.raises(SystemExit) as stopped:
         main(["demo", "--quick", "--steps", "3"])
     assert stopped.value.code == 1
-    assert (
-        capsys.readouterr().err.strip().splitlines()[-1]
-        == "error: losses or gradients differ from plain: wrong"
-    )
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "error: losses or gradients differ from plain: wrong"
 
 
 def test_an_interrupt_ends_with_one_line_and_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        roster, "demo_contenders", lambda: [PLAIN, Contender("x", replace_forward=interrupted)]
-    )
+    monkeypatch.setattr(roster, "demo_contenders", lambda: [PLAIN, Contender("x", replace_forward=interrupted)])
     with pytest.raises(SystemExit) as stopped:
         main(["demo", "--quick", "--json"])
     assert stopped.value.code == 130

@@ -346,18 +346,14 @@ def test_the_command_prints_a_table_and_saves(quick: Path, capsys: pytest.Captur
         assert text in shown
 
 
-def test_the_command_prints_json_that_is_what_it_saves(
-    quick: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_json_that_is_what_it_saves(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--json", "--output", "mine.json") == 0
     shown = capsys.readouterr().out
     assert shown == (quick / "mine.json").read_text()
     assert hardware.from_record(json.loads(shown)) == MEASURED
 
 
-def test_the_command_overwrites_nothing_unless_forced(
-    quick: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_overwrites_nothing_unless_forced(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = quick / "kept.json"
     kept.write_text("precious")
     assert command("--output", "kept.json") == 1

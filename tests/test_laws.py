@@ -70,9 +70,7 @@ def combinations() -> list[Any]:
     """Every policy with every check and both places of backward; the ones that tell least are marked slow."""
     found = []
     for policy, check, inside in itertools.product(POLICIES, ("new", "never"), (False, True)):
-        telling = (
-            policy == "recompute_all" or (policy == "lot_1" and inside) or (check, inside) == ("new", False)
-        )
+        telling = policy == "recompute_all" or (policy == "lot_1" and inside) or (check, inside) == ("new", False)
         name = f"{policy}-{check}-{'inside' if inside else 'after'}"
         found.append(pytest.param(policy, check, inside, id=name, marks=() if telling else pytest.mark.slow))
     return found
@@ -122,9 +120,7 @@ def test_harness_names_the_buffer_that_moves_twice_under_torchs_checkpoint() -> 
 def test_harness_notices_the_last_bit() -> None:
     nearly_one = 1.0 + 2**-23
     with pytest.raises(AssertionError, match=r"^step 1: gradient of weight: . of 4 elements"):
-        assert_same(
-            plainly(batch_norm(False)), observe(batch_norm(False, nearly_one), contextlib.nullcontext)
-        )
+        assert_same(plainly(batch_norm(False)), observe(batch_norm(False, nearly_one), contextlib.nullcontext))
 
 
 def test_harness_sees_through_memory_that_was_freed() -> None:

@@ -111,6 +111,4 @@ def test_without_repeated_blocks_the_children_of_the_model_are_told_apart() -> N
 
 def test_a_step_that_computes_nothing_holds_what_was_there() -> None:
     graph = StepGraph((), (), (), (), (), optimizer_bytes=3)
-    assert graph.memory_table() == MemoryTable(
-        (MemoryRow("", "optimizer states", "", 3, 1),), 3, "at the start"
-    )
+    assert graph.memory_table() == MemoryTable((MemoryRow("", "optimizer states", "", 3, 1),), 3, "at the start")

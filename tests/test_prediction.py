@@ -13,7 +13,8 @@ import lowtide
 from benchmarks import prediction
 from benchmarks.headlines import Point, best, headlines, peak_at, ratio_at
 from benchmarks.prediction import Row, graph_of, measured_peak, off, policies_for, resident_bytes, take_step
-from benchmarks.zoo import SMALL, ZooModel, zoo_model
+from benchmarks.zoo import SMALL
+from benchmarks.zoo_model import ZooModel, zoo_model
 from lowtide.hand import plan_of
 
 BYTES = 0.01

@@ -52,9 +52,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """A GPT on token ids of shape (batch, length); `wrap` runs each block, plainly by default."""
 
-    def __init__(
-        self, depth: int = 6, width: int = 256, vocabulary: int = 256, wrap: Wrap | None = None
-    ) -> None:
+    def __init__(self, depth: int = 6, width: int = 256, vocabulary: int = 256, wrap: Wrap | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, 4, 0.1) for _ in range(depth))
@@ -77,9 +75,7 @@ def memory_events(run: Callable[[], object]) -> list[Any]:
     """Run under the profiler; return its memory events and marks in the order of time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    events = [
-        e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]" or MARK in e.name()
-    ]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]" or MARK in e.name()]
     return sorted(events, key=lambda event: event.start_ns())
 
 
@@ -149,9 +145,7 @@ def test_segments_hold_no_more_after_forward_than_checkpoint_per_block() -> None
     every_block = lowtide.policies.segments("blocks.*", n=1, keep_last=False)
     ours = held(Gpt(), lowtide.record(every_block))
     state = torch.get_rng_state().numel()
-    torchs += (
-        6 * 2 * state
-    )  # of three random operations a block each has a state of its own, there all share one
+    torchs += 6 * 2 * state  # of three random operations a block each has a state of its own, there all share one
     assert ours <= torchs, f"{ours / 2**20:.2f} MiB against {torchs / 2**20:.2f} MiB"
 
 
@@ -182,9 +176,7 @@ def kept_by_lot(op: Any) -> bool:
     return zlib.crc32(op.site.encode()) % 2 == 0
 
 
-@pytest.mark.parametrize(
-    "policy", [lowtide.policies.recompute_all, kept_by_lot], ids=["recompute_all", "by_lot"]
-)
+@pytest.mark.parametrize("policy", [lowtide.policies.recompute_all, kept_by_lot], ids=["recompute_all", "by_lot"])
 @pytest.mark.parametrize("fresh", [False, True], ids=["one_recording", "fresh_recordings"])
 @pytest.mark.parametrize("collecting", [True, False], ids=["collector_on", "collector_off"])
 def test_a_thousand_steps_leave_nothing(policy: Any, fresh: bool, collecting: bool) -> None:

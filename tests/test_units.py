@@ -48,9 +48,7 @@ def test_a_part_of_a_byte_is_cut_off() -> None:
     assert parse_bytes("0.9 B") == 0
 
 
-@pytest.mark.parametrize(
-    "text", ["12", "12 G", "12g", "12 gb", "12 gib", "12 Gb", "12 M", "12 GBs", "12 elephants"]
-)
+@pytest.mark.parametrize("text", ["12", "12 G", "12g", "12 gb", "12 gib", "12 Gb", "12 M", "12 GBs", "12 elephants"])
 def test_an_unclear_unit_is_refused_and_the_accepted_ones_are_named(text: str) -> None:
     with pytest.raises(UnitError) as caught:
         parse_bytes(text)

@@ -27,9 +27,9 @@ class Tiny:
         """The graph of the step, by default on fake tensors."""
         return lowtide.trace(self.step, self.model, **({"fake": True} | settings))
 
-    def rehearse(self, plan: Plan) -> int:
+    def rehearse(self, plan: Plan, *, fake: bool = True) -> int:
         """The peak that a rehearsal counts."""
-        return lowtide.rehearse(self.step, self.model, plan)
+        return lowtide.rehearse(self.step, self.model, plan, fake=fake)
 
 
 def gpt_step(*, blocks: int, batch: int = 2, length: int = 16, width: int = 32, vocabulary: int = 64) -> Tiny:

@@ -77,9 +77,9 @@ class Discovery(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         A constant that the step makes anew each time is gone by now.
         """
-        own = {id(t.untyped_storage()) for t in known if t.layout is torch.strided}
+        own = {t.untyped_storage()._cdata for t in known if t.layout is torch.strided}
         living = [storage for ref in self._inputs if (storage := ref()) is not None]
-        return sum(storage.nbytes() for storage in living if id(storage) not in own)
+        return sum(storage.nbytes() for storage in living if storage._cdata not in own)
 
 
 def _eagerly() -> AbstractContextManager[Any]:

@@ -34,9 +34,7 @@ MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 def _stack() -> Program:
     model, x = Stack(), randn(6, 8)
-    return Program(
-        lambda: weigh(model(prepare(x))), model=model, leaves={"x": x}, python_state=lambda: model.notes
-    )
+    return Program(lambda: weigh(model(prepare(x))), model=model, leaves={"x": x}, python_state=lambda: model.notes)
 
 
 class Counting(TorchDispatchMode):
@@ -319,9 +317,7 @@ def sparse_values_with_gradient() -> Program:
     x, values = randn(6, 8), randn(4)
 
     def step() -> Tensor:
-        graph = torch.sparse_coo_tensor(
-            torch.tensor([[0, 2, 5, 1], [1, 1, 0, 4]]), prepare(values).exp(), (6, 6)
-        )
+        graph = torch.sparse_coo_tensor(torch.tensor([[0, 2, 5, 1], [1, 1, 0, 4]]), prepare(values).exp(), (6, 6))
         return weigh(torch.sparse.mm(graph, prepare(x)).sin().exp() * graph.to_dense().sum())
 
     return Program(step, leaves={"x": x, "values": values})
@@ -375,9 +371,7 @@ def higher_order_operator() -> Program:
     def step() -> Tensor:
         h = prepare(q)
         seen = h.detach()  # on CPU it has no backward
-        out = flex_attention(
-            seen, seen.sin(), seen.cos(), score_mod=lambda score, b, head, i, j: score + i - j
-        )
+        out = flex_attention(seen, seen.sin(), seen.cos(), score_mod=lambda score, b, head, i, j: score + i - j)
         return weigh((out * h).exp() * bias[:, None, None].sin())
 
     return Program(step, leaves={"q": q, "bias": bias})

@@ -44,14 +44,10 @@ ZOO.flow("negative_bit_saved", lambda x: x.tanh().conj().imag.exp() @ x.sin().co
 ZOO.flow("real_part_written", lambda x: _real_part_written(x), dtype=COMPLEX)
 ZOO.flow("view_as_real", lambda x: torch.view_as_real(x.exp()).sin().prod(-1), dtype=COMPLEX)
 ZOO.flow("view_as_complex_rotary", lambda x: _rotary(x), x=(3, 6, 8))
-ZOO.flow(
-    "polar_and_angle", lambda x: torch.polar(x.exp(), x.sin()).angle().cos() + torch.complex(x, x.exp()).abs()
-)
+ZOO.flow("polar_and_angle", lambda x: torch.polar(x.exp(), x.sin()).angle().cos() + torch.complex(x, x.exp()).abs())
 ZOO.flow("complex_to_real_cast", lambda x: torch.complex(x.exp(), x.sin()).mul(1j).real.exp())
 ZOO.flow("complex128", lambda x: (x.exp().conj() @ x.sin().T).tanh(), dtype=torch.complex128)
-ZOO.flow(
-    "scalar_type_promotion", lambda x: (x.exp() * torch.tensor(2.5, dtype=torch.float64) + 1j * x.sin()).abs()
-)
+ZOO.flow("scalar_type_promotion", lambda x: (x.exp() * torch.tensor(2.5, dtype=torch.float64) + 1j * x.sin()).abs())
 ZOO.flow("stft_istft", lambda x: _stft(x), x=(2, 64))
 ZOO.flow("float64", lambda x: (x.exp() @ x.sin().T).softmax(1) @ x, dtype=torch.float64)
 ZOO.flow("bfloat16", lambda x: (x.exp() @ x.sin().T).softmax(1) @ x, dtype=torch.bfloat16)
@@ -68,9 +64,7 @@ ZOO.flow(
 )
 ZOO.flow("float8_round_trip", lambda x: x.exp().detach().to(torch.float8_e4m3fn).float() * x.sin())
 ZOO.flow("integer_arithmetic", lambda x: ((x.detach() * 10).int().remainder(7) // 2).float() * x.exp())
-ZOO.flow(
-    "booleans_as_numbers", lambda x: (x.sin() > x.cos()).logical_xor(x > 0).sum(1).float()[:, None] * x.exp()
-)
+ZOO.flow("booleans_as_numbers", lambda x: (x.sin() > x.cos()).logical_xor(x > 0).sum(1).float()[:, None] * x.exp())
 ZOO.flow("bitwise_masks", lambda x: ((x > 0) & ~(x > 1) | (x < -1)).to(x.dtype) * x.exp().sin())
 ZOO.flow("fake_quantised", lambda x: torch.fake_quantize_per_tensor_affine(x.exp(), 0.05, 3, -128, 127).sin())
 ZOO.flow(
@@ -109,11 +103,7 @@ def _stft(x: Tensor) -> Tensor:
 def _not_finite(x: Tensor) -> Tensor:
     y = torch.where(x > 0.5, torch.inf, x.exp())
     z = torch.where(x < -0.5, torch.nan, y.sin())
-    return (
-        z.nan_to_num(0.0, 1.0, -1.0) * x
-        + y.clamp(max=3.0)
-        + (x - x.max(1, keepdim=True)[0]).log().clamp(min=-3)
-    )
+    return z.nan_to_num(0.0, 1.0, -1.0) * x + y.clamp(max=3.0) + (x - x.max(1, keepdim=True)[0]).log().clamp(min=-3)
 
 
 def _default_dtype(x: Tensor) -> Tensor:
@@ -168,9 +158,7 @@ AUTOCAST_RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "cached_weights": lambda model, x: model(model(x)) + model(x * 0.5),
     "nested": _nested,
     "attention": lambda model, x: F.scaled_dot_product_attention(*(model(x)[None, None] for _ in range(3))),
-    "softmax_and_loss": lambda model, x: (
-        F.cross_entropy(model(x), torch.arange(6)) + model(x).softmax(1).log().mean()
-    ),
+    "softmax_and_loss": lambda model, x: F.cross_entropy(model(x), torch.arange(6)) + model(x).softmax(1).log().mean(),
     "bias_touched_between_calls": _weights_changed,
     "without_gradient_first": lambda model, x: model(model(x).detach()) + x,
 }

@@ -34,12 +34,8 @@ def _sin(x: Tensor) -> np.ndarray:
     return np.sin(np.array(x.tolist(), dtype=np.float32))
 
 
-ZOO.flow(
-    "empty_filled_by_numpy", lambda x: (_by_numpy(torch.empty(6, 8), _sin(x)) * x).exp(), needs_proof=True
-)
-ZOO.flow(
-    "empty_filled_by_pointer", lambda x: (_by_pointer(torch.empty(6, 8), _sin(x)) * x).exp(), needs_proof=True
-)
+ZOO.flow("empty_filled_by_numpy", lambda x: (_by_numpy(torch.empty(6, 8), _sin(x)) * x).exp(), needs_proof=True)
+ZOO.flow("empty_filled_by_pointer", lambda x: (_by_pointer(torch.empty(6, 8), _sin(x)) * x).exp(), needs_proof=True)
 ZOO.flow(
     "zeros_changed_by_pointer",
     lambda x: (_by_pointer(torch.zeros(6, 8), _sin(x)) * x).exp(),
@@ -58,9 +54,7 @@ ZOO.flow(
 ZOO.flow("storage_filled", lambda x: _storage_filled(x), needs_proof=True)
 ZOO.flow("storage_copied", lambda x: _storage_copied(x), needs_proof=True)
 ZOO.flow("storage_bytes_set", lambda x: _storage_bytes(x), needs_proof=True)
-ZOO.flow(
-    "applied_in_place", lambda x: x.detach().clone().apply_(lambda v: v * 2).mul(x).sin(), needs_proof=True
-)
+ZOO.flow("applied_in_place", lambda x: x.detach().clone().apply_(lambda v: v * 2).mul(x).sin(), needs_proof=True)
 ZOO.flow(
     "mapped_in_place",
     lambda x: x.detach().clone().map_(x.detach(), lambda a, b: a + b).mul(x).sin(),
@@ -78,9 +72,7 @@ ZOO.flow(
     "constants_made_inside",
     lambda x: (x * torch.tensor(1.5) + torch.tensor([[0.1] * 8])).exp() * torch.tensor(np.pi),
 )
-ZOO.flow(
-    "constant_list_of_numbers", lambda x: (x @ torch.tensor([[i * 0.1 for i in range(8)]] * 8)).exp().sin()
-)
+ZOO.flow("constant_list_of_numbers", lambda x: (x @ torch.tensor([[i * 0.1 for i in range(8)]] * 8)).exp().sin())
 ZOO.flow("constant_changed_in_place", lambda x: (torch.tensor([0.5] * 8).mul_(3).add(x).exp() * x).sin())
 ZOO.flow("tensor_of_items", lambda x: torch.tensor([float(v) for v in x.exp()[0]]) * x.sin().exp())
 ZOO.flow("nested_python_round_trip", lambda x: torch.tensor(x.exp().tolist()).sin() * x.exp())

@@ -16,25 +16,17 @@ PLACES = torch.tensor([[0, 1, 2], [3, 3, 4], [7, 0, 5], [1, 1, 1], [2, 6, 0], [5
 
 ZOO.flow("gather", lambda x: x.exp().gather(1, PLACES).sin())
 ZOO.flow("gather_by_result", lambda x: x.exp().gather(1, x.sin().argsort(1)[:, :3]).cos())
-ZOO.flow(
-    "take_along_and_take", lambda x: x.exp().take_along_dim(PLACES, 1).sin() * x.sin().take(PLACES).exp()
-)
+ZOO.flow("take_along_and_take", lambda x: x.exp().take_along_dim(PLACES, 1).sin() * x.sin().take(PLACES).exp())
 ZOO.flow("scatter", lambda x: x.exp().scatter(1, PLACES, x[:, :3].sin()).cos())
 ZOO.flow("scatter_add", lambda x: torch.zeros(6, 8).scatter_add(1, PLACES, x[:, 2:5].exp()).sin())
 ZOO.flow("scatter_reduce", lambda x: x.exp().scatter_reduce(1, PLACES, x[:, :3].sin(), "prod").sin())
 ZOO.flow("index_add", lambda x: torch.zeros(6, 8).index_add(0, ROWS, x[:4].exp()).sin())
-ZOO.flow(
-    "index_copy_fill", lambda x: x.exp().index_copy(0, ROWS[:2], x[:2].sin()).index_fill(1, ROWS, 0.5).cos()
-)
+ZOO.flow("index_copy_fill", lambda x: x.exp().index_copy(0, ROWS[:2], x[:2].sin()).index_fill(1, ROWS, 0.5).cos())
 ZOO.flow("index_select", lambda x: x.exp().index_select(0, ROWS).sin())
-ZOO.flow(
-    "index_with_none", lambda x: x.exp()[:, None, ROWS].sin() * x.sin()[ROWS][None, :, :1, None].exp().sum()
-)
+ZOO.flow("index_with_none", lambda x: x.exp()[:, None, ROWS].sin() * x.sin()[ROWS][None, :, :1, None].exp().sum())
 ZOO.flow("index_two_lists", lambda x: x.exp()[ROWS, ROWS + 1].sin() * x.exp()[1, 2:6])
 ZOO.flow("index_put", lambda x: x.exp().index_put((ROWS[:2], ROWS[:2]), x[:2, 0]).cos())
-ZOO.flow(
-    "index_put_accumulate", lambda x: x.exp().index_put((ROWS, ROWS), x[:4, 0].sin(), accumulate=True).cos()
-)
+ZOO.flow("index_put_accumulate", lambda x: x.exp().index_put((ROWS, ROWS), x[:4, 0].sin(), accumulate=True).cos())
 ZOO.flow("boolean_index", lambda x: x.exp()[x > 0.1].sin())
 ZOO.flow("boolean_index_of_dropped_mask", lambda x: x.exp()[x.sin().exp() > 1.0].cos())
 ZOO.flow("boolean_assignment", lambda x: _boolean_assignment(x))
@@ -152,9 +144,7 @@ def _messages(x: Tensor, w: Tensor) -> Tensor:
 
 
 TOKENS = torch.tensor([[1, 4, 4, 0], [9, 2, 4, 1]])
-ZOO.module(
-    "embedding", lambda: nn.Embedding(10, 8, padding_idx=0), 2, 4, 8, call=lambda m, x: (m(TOKENS) * x).exp()
-)
+ZOO.module("embedding", lambda: nn.Embedding(10, 8, padding_idx=0), 2, 4, 8, call=lambda m, x: (m(TOKENS) * x).exp())
 ZOO.module(
     "embedding_scaled",
     lambda: nn.Embedding(10, 8, scale_grad_by_freq=True),

@@ -19,13 +19,9 @@ ZOO.flow("add_tensor", lambda x, y: x.sin().add_(y, alpha=0.3).exp() * y, x=(6, 
 ZOO.flow("broadcast_mul", lambda x, y: (x + 1).mul_(y).exp(), x=(6, 8), y=(8,))
 ZOO.flow("addcmul_addcdiv_lerp", lambda x, y: _combined(x, y), x=(6, 8), y=(6, 8))
 ZOO.flow("matmul_accumulate", lambda x, y: (x + 0).addmm_(y, y.T.sin() @ x.tanh()).exp(), x=(6, 8), y=(6, 6))
-ZOO.flow(
-    "clamp_fill_zero", lambda x: x.sin().clamp_(-0.5, 0.6) + x.clone().fill_(0.3) * x + x.clone().zero_()
-)
+ZOO.flow("clamp_fill_zero", lambda x: x.sin().clamp_(-0.5, 0.6) + x.clone().fill_(0.3) * x + x.clone().zero_())
 ZOO.flow("copy", lambda x: torch.empty(6, 8).copy_(x.sin()).exp())
-ZOO.flow(
-    "copy_broadcast_other_dtype", lambda x: torch.empty(3, 6, 8, dtype=torch.float64).copy_(x.sin()).exp()
-)
+ZOO.flow("copy_broadcast_other_dtype", lambda x: torch.empty(3, 6, 8, dtype=torch.float64).copy_(x.sin()).exp())
 ZOO.flow("set_item", lambda x: _set_items(x))
 ZOO.flow("built_piece_by_piece", lambda x: _pieces(x))
 ZOO.flow("built_from_new_zeros", lambda x: _new_zeros(x))
@@ -77,12 +73,7 @@ def _on_view(x: Tensor, change: object) -> Tensor:
 
 def _activations(x: Tensor) -> Tensor:
     y = F.elu_(x * 1.5) + F.leaky_relu_((x + 0.1), 0.2) + F.hardtanh_(x * 2)
-    return (
-        F.silu(y, inplace=True)
-        + F.hardswish(x * 3, inplace=True)
-        + torch.sigmoid_(x + 0.3)
-        + torch.tanh_(x * 4)
-    )
+    return F.silu(y, inplace=True) + F.hardswish(x * 3, inplace=True) + torch.sigmoid_(x + 0.3) + torch.tanh_(x * 4)
 
 
 def _combined(x: Tensor, y: Tensor) -> Tensor:
@@ -308,9 +299,7 @@ def saved_tensor_changed_later() -> Program:
 @ZOO.program(fails=True)
 def saved_root_changed_after_forward() -> Program:
     x, factor = randn(6, 8), randn(6, 8, requires_grad=False)
-    return Program(
-        lambda: weigh((prepare(x) * factor).sin()), leaves={"x": x}, after_forward=lambda: factor.add_(1.0)
-    )
+    return Program(lambda: weigh((prepare(x) * factor).sin()), leaves={"x": x}, after_forward=lambda: factor.add_(1.0))
 
 
 @ZOO.program(fails=True)

@@ -28,9 +28,7 @@ def _packed(layer: nn.LSTM, x: Tensor) -> Tensor:
 
 ZOO.module("rnn", lambda: nn.RNN(4, 6, 2, nonlinearity="relu"), 5, 3, 4, call=_sequence)
 ZOO.module("gru_dropout", lambda: nn.GRU(4, 6, 2, dropout=0.3), 5, 3, 4, call=_sequence)
-ZOO.module(
-    "gru_bidirectional", lambda: nn.GRU(4, 6, bidirectional=True, batch_first=True), 3, 5, 4, call=_sequence
-)
+ZOO.module("gru_bidirectional", lambda: nn.GRU(4, 6, bidirectional=True, batch_first=True), 3, 5, 4, call=_sequence)
 ZOO.module("lstm", lambda: nn.LSTM(4, 6), 5, 3, 4, call=_sequence)
 ZOO.module(
     "lstm_dropout_bidirectional",
@@ -62,9 +60,7 @@ ZOO.module(
     call=lambda m, x: m(x, x, x, need_weights=False, attn_mask=torch.ones(5, 5).triu(1).bool())[0].sin(),
 )
 ZOO.module("transformer_encoder", lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, 5, 8)
-ZOO.module(
-    "transformer_encoder_norm_first", lambda: nn.TransformerEncoderLayer(8, 2, 16, norm_first=True), 5, 3, 8
-)
+ZOO.module("transformer_encoder_norm_first", lambda: nn.TransformerEncoderLayer(8, 2, 16, norm_first=True), 5, 3, 8)
 ZOO.module(
     "transformer_decoder",
     lambda: nn.TransformerDecoderLayer(8, 2, 16, activation="gelu"),
@@ -86,9 +82,7 @@ ZOO.flow("attention_causal", lambda x: _attend(x, is_causal=True), x=HEADS)
 ZOO.flow("attention_dropout", lambda x: _attend(x, dropout_p=0.3), x=HEADS)
 ZOO.flow("attention_boolean_mask", lambda x: _attend(x, attn_mask=torch.ones(5, 5).tril().bool()), x=HEADS)
 ZOO.flow("attention_learned_bias", lambda x, b: _attend(x, attn_mask=b.sin()), x=HEADS, b=(4, 5, 5))
-ZOO.flow(
-    "attention_dropout_causal_scaled", lambda x: _attend(x, dropout_p=0.2, is_causal=True, scale=0.7), x=HEADS
-)
+ZOO.flow("attention_dropout_causal_scaled", lambda x: _attend(x, dropout_p=0.2, is_causal=True, scale=0.7), x=HEADS)
 ZOO.flow("attention_bfloat16", lambda x: _attend(x.bfloat16(), is_causal=True).float(), x=HEADS)
 ZOO.flow(
     "attention_grouped_queries",
@@ -125,9 +119,7 @@ ZOO.module(
     lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.ELU(), nn.Conv2d(4, 2, 2, 2)),
     *IMAGES,
 )
-ZOO.module(
-    "convolutions_3d", lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.Tanh(), nn.Conv3d(3, 2, 2)), 2, 2, 4, 4, 4
-)
+ZOO.module("convolutions_3d", lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.Tanh(), nn.Conv3d(3, 2, 2)), 2, 2, 4, 4, 4)
 ZOO.module(
     "convolutions_transposed",
     lambda: nn.Sequential(nn.ConvTranspose1d(3, 4, 3, 2), nn.GELU(), nn.ConvTranspose1d(4, 2, 2)),
@@ -186,10 +178,7 @@ ZOO.flow(
 )
 ZOO.flow(
     "interpolate_area_trilinear",
-    lambda x: (
-        F.interpolate(x.exp()[None], (2, 4, 5), mode="trilinear").sin()
-        + F.interpolate(x, 4, mode="area").sum()
-    ),
+    lambda x: F.interpolate(x.exp()[None], (2, 4, 5), mode="trilinear").sin() + F.interpolate(x, 4, mode="area").sum(),
     x=IMAGES,
 )
 ZOO.flow(
@@ -243,9 +232,7 @@ ZOO.flow(
     lambda x: F.ctc_loss(x.exp().log_softmax(2), torch.tensor([[1, 2, 2], [3, 1, 0]]), (6, 5), (3, 2)),
     x=(6, 2, 5),
 )
-ZOO.flow(
-    "kl_divergence", lambda x: F.kl_div(x.exp().log_softmax(1), x.sin().softmax(1), reduction="batchmean")
-)
+ZOO.flow("kl_divergence", lambda x: F.kl_div(x.exp().log_softmax(1), x.sin().softmax(1), reduction="batchmean"))
 ZOO.flow(
     "binary_cross_entropies",
     lambda x: (

@@ -36,12 +36,8 @@ ZOO.module(
 )
 ZOO.module("batch_norm_1d_sequence", lambda: nn.BatchNorm1d(4), 3, 4, 5, call=lambda m, x: m(x.exp()).sin())
 ZOO.module("batch_norm_2d_relu_inplace", _convolutions, 2, 3, 9, 9)
-ZOO.module(
-    "batch_norm_2d_channels_last", lambda: _convolutions().to(memory_format=torch.channels_last), 2, 3, 9, 9
-)
-ZOO.module(
-    "batch_norm_3d", lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.BatchNorm3d(3), nn.Tanh()), 2, 2, 4, 4, 4
-)
+ZOO.module("batch_norm_2d_channels_last", lambda: _convolutions().to(memory_format=torch.channels_last), 2, 3, 9, 9)
+ZOO.module("batch_norm_3d", lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.BatchNorm3d(3), nn.Tanh()), 2, 2, 4, 4, 4)
 ZOO.module("batch_norm_eval", lambda: _evaluating(nn.BatchNorm1d(8)), 6, 8)
 ZOO.module(
     "batch_norm_cumulative",
@@ -56,16 +52,10 @@ ZOO.module(
     8,
     call=lambda m, x: m(x.exp()).sin(),
 )
-ZOO.module(
-    "batch_norm_not_affine", lambda: nn.BatchNorm1d(8, affine=False), 6, 8, call=lambda m, x: m(x.exp()).sin()
-)
-ZOO.module(
-    "batch_norm_called_twice", lambda: nn.BatchNorm1d(8), 6, 8, call=lambda m, x: m(m(x.exp()).sin() * 2)
-)
+ZOO.module("batch_norm_not_affine", lambda: nn.BatchNorm1d(8, affine=False), 6, 8, call=lambda m, x: m(x.exp()).sin())
+ZOO.module("batch_norm_called_twice", lambda: nn.BatchNorm1d(8), 6, 8, call=lambda m, x: m(m(x.exp()).sin() * 2))
 ZOO.module("batch_norm_functional", lambda: nn.BatchNorm1d(8), 6, 8, call=lambda m, x: _functional_norm(m, x))
-ZOO.module(
-    "batch_norm_frozen_in_train", lambda: _frozen(nn.BatchNorm1d(8)), 6, 8, call=lambda m, x: m(x.exp()).sin()
-)
+ZOO.module("batch_norm_frozen_in_train", lambda: _frozen(nn.BatchNorm1d(8)), 6, 8, call=lambda m, x: m(x.exp()).sin())
 ZOO.module(
     "batch_norm_bfloat16",
     lambda: nn.BatchNorm1d(8),
@@ -73,9 +63,7 @@ ZOO.module(
     8,
     call=lambda m, x: m(x.bfloat16().float().exp()).sin(),
 )
-ZOO.module(
-    "batch_norm_half_inputs", lambda: nn.BatchNorm2d(3), 2, 3, 4, 4, call=lambda m, x: m(x.bfloat16()).exp()
-)
+ZOO.module("batch_norm_half_inputs", lambda: nn.BatchNorm2d(3), 2, 3, 4, 4, call=lambda m, x: m(x.bfloat16()).exp())
 ZOO.module(
     "batch_norm_mode_switched_between_calls",
     lambda: nn.BatchNorm1d(8),
@@ -83,9 +71,7 @@ ZOO.module(
     8,
     call=lambda m, x: _switched(m, x),
 )
-ZOO.module(
-    "instance_norm", lambda: nn.InstanceNorm2d(3, affine=True), 2, 3, 4, 4, call=lambda m, x: m(x.exp()).sin()
-)
+ZOO.module("instance_norm", lambda: nn.InstanceNorm2d(3, affine=True), 2, 3, 4, 4, call=lambda m, x: m(x.exp()).sin())
 ZOO.module(
     "instance_norm_running",
     lambda: nn.InstanceNorm1d(3, track_running_stats=True, affine=True),
@@ -256,8 +242,7 @@ class NormedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8))
-            for _ in range(4)
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4)
         )
 
     def forward(self, x: Tensor) -> Tensor:

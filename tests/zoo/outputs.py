@@ -14,9 +14,7 @@ ZOO.flow("topk", lambda x: x.exp().topk(3, dim=1).values.sin())
 ZOO.flow("topk_both_used", lambda x: x.exp().topk(3)[0].sin() * x.cos().gather(1, x.exp().topk(3)[1]))
 ZOO.flow("sort", lambda x: x.exp().sort(dim=1, descending=True).values.sin())
 ZOO.flow("sort_both_used", lambda x: (lambda v, i: v.sin() * x.gather(0, i).exp())(*x.exp().sort(0)))
-ZOO.flow(
-    "max_with_dim", lambda x: x.exp().max(dim=1).values.sin() + x.cos().min(dim=1, keepdim=True)[0].exp()
-)
+ZOO.flow("max_with_dim", lambda x: x.exp().max(dim=1).values.sin() + x.cos().min(dim=1, keepdim=True)[0].exp())
 ZOO.flow("max_indices_only", lambda x: x.sin()[torch.arange(6), x.exp().max(1).indices].exp())
 ZOO.flow("max_of_ties", lambda x: x.round().amax(1).sin() + x.round().max(1)[0].exp() + x.round().max().cos())
 ZOO.flow("aminmax", lambda x: (lambda low, high: (x - low) / (high - low))(*x.exp().sin().aminmax()).exp())
@@ -28,22 +26,16 @@ ZOO.flow("split_unequal", lambda x: [t.exp() * (i + 1) for i, t in enumerate(x.s
 ZOO.flow("split_only_middle_used", lambda x: x.exp().split(2, 1)[1].sin())
 ZOO.flow("chunk_gate", lambda x: (lambda a, b: a.tanh() * b.sigmoid())(*x.exp().chunk(2, 1)).sin())
 ZOO.flow("unbind_some", lambda x: [t.sin() for t in x.exp().unbind(0)[1:4]])
-ZOO.flow(
-    "tensor_split_hsplit", lambda x: [t.cos() for t in (*x.exp().tensor_split((1, 5), 1), *x.sin().hsplit(2))]
-)
+ZOO.flow("tensor_split_hsplit", lambda x: [t.cos() for t in (*x.exp().tensor_split((1, 5), 1), *x.sin().hsplit(2))])
 ZOO.flow(
     "meshgrid",
     lambda x: [t.exp() * (i + 2) for i, t in enumerate(torch.meshgrid(x[0].sin(), x[1], indexing="ij"))],
 )
-ZOO.flow(
-    "lstm_cell", lambda x, w: torch.lstm_cell(x, (x[:, :4].sin(), x[:, 4:]), w, w[:, :4]), x=(6, 8), w=(16, 8)
-)
+ZOO.flow("lstm_cell", lambda x, w: torch.lstm_cell(x, (x[:, :4].sin(), x[:, 4:]), w, w[:, :4]), x=(6, 8), w=(16, 8))
 ZOO.flow("gru_cell", lambda x, w: torch.gru_cell(x, x[:, :4].exp(), w, w[:, :4]).sin(), x=(6, 8), w=(12, 8))
 ZOO.flow("svd", lambda x: torch.linalg.svd(x.exp(), full_matrices=False)[1].sin(), x=(5, 4))
 ZOO.flow("svd_vectors", lambda x: _low_rank(x), x=(5, 4))
-ZOO.flow(
-    "eigh", lambda x: (lambda e, v: v @ (e * 0.3).exp().diag() @ v.T)(*torch.linalg.eigh(x @ x.T)), x=(4, 4)
-)
+ZOO.flow("eigh", lambda x: (lambda e, v: v @ (e * 0.3).exp().diag() @ v.T)(*torch.linalg.eigh(x @ x.T)), x=(4, 4))
 ZOO.flow("qr", lambda x: (lambda q, r: q.sin() @ r.exp())(*torch.linalg.qr(x.exp())), x=(5, 4))
 ZOO.flow("cholesky_solve", lambda x, y: _gaussian(x, y), x=(4, 4), y=(4, 2))
 ZOO.flow(
@@ -68,9 +60,7 @@ ZOO.flow(
 )
 ZOO.flow("eigenvalues_complex", lambda x: torch.linalg.eigvals(x.exp()).abs().sin().sum(), x=(4, 4))
 ZOO.flow("optional_bias_absent", lambda x, w: F.conv1d(x.exp(), w, None).sin(), x=(2, 3, 8), w=(4, 3, 3))
-ZOO.flow(
-    "optional_affine_absent", lambda x: F.layer_norm(x.exp(), (8,)).sin() * F.group_norm(x.exp(), 2).cos()
-)
+ZOO.flow("optional_affine_absent", lambda x: F.layer_norm(x.exp(), (8,)).sin() * F.group_norm(x.exp(), 2).cos())
 ZOO.flow(
     "layer_norm_statistics",
     lambda x: [t.sin() for t in torch.native_layer_norm(x.exp(), [8], None, None, 1e-5)],
@@ -81,10 +71,7 @@ ZOO.flow("cat_same_twice", lambda x: (lambda y: torch.cat([y, y, y.sin()], 1).ex
 ZOO.flow("stack", lambda x: torch.stack([x.exp(), x.sin()]).cos() @ torch.stack([x.T, x.T.exp()], 0))
 ZOO.flow(
     "block_diag_cartesian",
-    lambda x: (
-        torch.block_diag(x[:2].exp(), x[2:].sin()).cos()
-        * torch.cartesian_prod(x[0, :2], x[1, :2]).exp().sum()
-    ),
+    lambda x: torch.block_diag(x[:2].exp(), x[2:].sin()).cos() * torch.cartesian_prod(x[0, :2], x[1, :2]).exp().sum(),
 )
 ZOO.flow("einsum", lambda x, y: torch.einsum("ij,jk,lk->il", x.exp(), y.sin(), y).cos(), x=(6, 8), y=(8, 8))
 ZOO.flow(

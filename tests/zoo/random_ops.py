@@ -54,9 +54,7 @@ ZOO.flow("fork_rng", lambda x: _forked(x) * torch.rand_like(x))
 ZOO.flow("manual_seed_inside", lambda x: _reseeded(x))
 ZOO.flow("rng_state_put_back_inside", lambda x: _put_back(x))
 ZOO.flow("trunc_normal_init", lambda x: nn.init.trunc_normal_(torch.empty(8, 3)).mul(1.5).T @ x.T)
-ZOO.flow(
-    "fractional_max_pool", lambda x: F.fractional_max_pool2d(x.sin(), 2, output_size=3).exp(), x=(2, 3, 7, 7)
-)
+ZOO.flow("fractional_max_pool", lambda x: F.fractional_max_pool2d(x.sin(), 2, output_size=3).exp(), x=(2, 3, 7, 7))
 ZOO.flow("drop_path", lambda x: x + F.gelu(x) * (torch.rand(6, 1) < 0.6) / 0.6)
 ZOO.flow("mixup", lambda x: _mixup(x))
 ZOO.flow("noise_in_place_of_result", lambda x: x.sin().add_(torch.randn(6, 8), alpha=0.1).exp())
@@ -133,9 +131,7 @@ GENERATOR_DRAWS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "reseeded": lambda x, g: torch.rand(6, 8, generator=g.manual_seed(g.initial_seed() + 1)),
     "cloned": lambda x, g: torch.rand(6, 8, generator=g) * torch.rand(6, 8, generator=g.clone_state()),
     "fresh": lambda x, g: torch.rand(6, 8, generator=torch.Generator().manual_seed(int(g.initial_seed()))),
-    "interleaved": lambda x, g: (
-        torch.rand(6, 8, generator=g) * torch.rand(6, 8) + torch.rand(6, 8, generator=g)
-    ),
+    "interleaved": lambda x, g: torch.rand(6, 8, generator=g) * torch.rand(6, 8) + torch.rand(6, 8, generator=g),
 }
 for _name, _draw in GENERATOR_DRAWS.items():
     ZOO.add(f"generator_{_name}", _with_generator(_draw))

@@ -95,9 +95,7 @@ def only_the_last_bias_trains() -> Program:
 
 @ZOO.program()
 def low_rank_adapter_on_frozen_layer() -> Program:
-    model = nn.ModuleDict(
-        {"base": nn.Linear(8, 8), "a": nn.Linear(8, 2, bias=False), "b": nn.Linear(2, 8, bias=False)}
-    )
+    model = nn.ModuleDict({"base": nn.Linear(8, 8), "a": nn.Linear(8, 2, bias=False), "b": nn.Linear(2, 8, bias=False)})
     model["base"].requires_grad_(False)
     x, tokens = nn.Embedding(10, 8).requires_grad_(False), torch.tensor([1, 4, 2])
 
@@ -263,9 +261,7 @@ def nested_containers() -> Program:
     def step() -> Tensor:
         h = prepare(x)
         first = model(Batch(h, None, {"weights": [weight.exp()]}), iter([0, 2, 3]), also=h.sin())
-        second = model(
-            Batch(first["out"][1][0], h > 0.5, {"weights": (weight,)}), (r for r in range(6)), scale=weight
-        )
+        second = model(Batch(first["out"][1][0], h > 0.5, {"weights": (weight,)}), (r for r in range(6)), scale=weight)
         return weigh([first, second])
 
     return Program(step, model=model, leaves={"x": x, "weight": weight})

@@ -52,16 +52,12 @@ class Zoo(list[Case]):
     def __init__(self, subject: str) -> None:
         self.subject = subject
 
-    def flow(
-        self, name: str, body: Callable[..., Any], *, dtype: torch.dtype = torch.float32, **about: Any
-    ) -> None:
+    def flow(self, name: str, body: Callable[..., Any], *, dtype: torch.dtype = torch.float32, **about: Any) -> None:
         """Add a program that draws leaves, prepares each, runs `body` on them and weighs what comes out.
 
         Keywords that are shapes name leaves (default: x of 6 x 8); the others belong to the case.
         """
-        shapes: dict[str, Shape] = {
-            key: about.pop(key) for key in list(about) if isinstance(about[key], tuple)
-        }
+        shapes: dict[str, Shape] = {key: about.pop(key) for key in list(about) if isinstance(about[key], tuple)}
 
         def build() -> Program:
             leaves = {key: randn(*shape, dtype=dtype) for key, shape in (shapes or {"x": (6, 8)}).items()}

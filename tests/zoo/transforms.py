@@ -261,9 +261,7 @@ def _without_multithreading(loss: Tensor, model: nn.Module, x: Tensor, notes: li
 def _saved_tensors_read(loss: Tensor, model: nn.Module, x: Tensor, notes: list[object]) -> None:
     node, found = loss.grad_fn, 0
     while node is not None:
-        found += sum(
-            isinstance(getattr(node, name), Tensor) for name in dir(node) if name.startswith("_saved_")
-        )
+        found += sum(isinstance(getattr(node, name), Tensor) for name in dir(node) if name.startswith("_saved_"))
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
     notes.append(found)
     loss.backward()

@@ -37,9 +37,7 @@ ZOO.flow(
 )
 ZOO.flow("narrow_select_squeeze", lambda x: x.exp().narrow(1, 2, 4).select(0, 3).unsqueeze(0).squeeze().sin())
 ZOO.flow("slice_of_slice", lambda x: x.exp()[1:][:, 2:][::2, 1:4].sin() * x.exp()[1:4, 5:].cos())
-ZOO.flow(
-    "diagonal_embed_trace", lambda x: torch.diag_embed(x.exp().diagonal()).sin() + x[:6, :6].sin().trace()
-)
+ZOO.flow("diagonal_embed_trace", lambda x: torch.diag_embed(x.exp().diagonal()).sin() + x[:6, :6].sin().trace())
 ZOO.flow("diagonal_scatter", lambda x: torch.diagonal_scatter(x.exp(), x[:, 0].sin()).cos())
 ZOO.flow(
     "slice_and_select_scatter",
@@ -49,15 +47,9 @@ ZOO.flow("split_parts_used_apart", lambda x: _split(x))
 ZOO.flow("unbind_scan", lambda x: _scan(x))
 ZOO.flow("qkv_in_one", lambda x: _attention(x), x=(2, 6, 24))
 ZOO.flow("rotary_halves", lambda x: torch.cat([-x.exp()[..., 4:], x.sin()[..., :4]], -1) * x.cos())
-ZOO.flow(
-    "channels_last", lambda x: F.conv2d(_last(x).exp(), torch.ones(2, 3, 2, 2) / 3).sin(), x=(2, 3, 5, 4)
-)
-ZOO.flow(
-    "channels_last_through_pointwise", lambda x: (_last(x).exp() * 2).relu().add(_last(x)), x=(2, 3, 5, 4)
-)
-ZOO.flow(
-    "channels_last_cloned", lambda x: _last(x).sin().clone() + _last(x).contiguous().exp(), x=(2, 3, 5, 4)
-)
+ZOO.flow("channels_last", lambda x: F.conv2d(_last(x).exp(), torch.ones(2, 3, 2, 2) / 3).sin(), x=(2, 3, 5, 4))
+ZOO.flow("channels_last_through_pointwise", lambda x: (_last(x).exp() * 2).relu().add(_last(x)), x=(2, 3, 5, 4))
+ZOO.flow("channels_last_cloned", lambda x: _last(x).sin().clone() + _last(x).contiguous().exp(), x=(2, 3, 5, 4))
 ZOO.flow("dtype_view_round_trip", lambda x: x.exp().detach().view(torch.int32).view(torch.float32) * x.sin())
 ZOO.flow("dtype_view_smaller", lambda x: x.exp().detach().view(torch.int16)[:, ::2].float().tanh() * x.sin())
 ZOO.flow("dtype_view_bits_changed", lambda x: _bits_changed(x))
@@ -67,21 +59,15 @@ ZOO.flow(
     lambda x: x.exp().view(2, 2, 3, 2, 3, 4).transpose(2, 3).reshape(-1, 9, 4).sin(),
     x=(2, 6, 6, 4),
 )
-ZOO.flow(
-    "roll_pixel_shuffle", lambda x: F.pixel_shuffle(x.exp(), 2).roll((1, 2), (2, 3)).sin(), x=(2, 8, 3, 3)
-)
-ZOO.flow(
-    "pad_modes", lambda x: F.pad(x.exp(), (1, 2), "reflect").sin() + F.pad(x, (1, 2), "circular"), x=(2, 3, 6)
-)
+ZOO.flow("roll_pixel_shuffle", lambda x: F.pixel_shuffle(x.exp(), 2).roll((1, 2), (2, 3)).sin(), x=(2, 8, 3, 3))
+ZOO.flow("pad_modes", lambda x: F.pad(x.exp(), (1, 2), "reflect").sin() + F.pad(x, (1, 2), "circular"), x=(2, 3, 6))
 ZOO.flow("negative_padding", lambda x: F.pad(x.exp(), (-1, 2, 1, -2)).sin())
 ZOO.flow("tile_repeat_interleave", lambda x: (x.exp().repeat(2, 1) * x.repeat_interleave(2, 0)).sin())
 ZOO.flow("alias_and_view_as", lambda x: torch.ops.aten.alias(x.exp()).view_as(x).sin() * x.exp().expand_as(x))
 ZOO.flow("contiguous_is_self", lambda x: x.exp().contiguous().contiguous().sin())
 ZOO.flow("zero_stride_saved", lambda x: (x.sum(1, keepdim=True).expand(6, 8) * x.exp()).sin())
 ZOO.flow("mean_and_var_views", lambda x: (x - x.exp().mean(1, keepdim=True)) / x.var(1, keepdim=True).sqrt())
-ZOO.flow(
-    "empty_tensor", lambda x: torch.cat([x.exp()[:0], x.sin()[:0], x[3:].cos()]) * x[:0].exp().sum().exp()
-)
+ZOO.flow("empty_tensor", lambda x: torch.cat([x.exp()[:0], x.sin()[:0], x[3:].cos()]) * x[:0].exp().sum().exp())
 ZOO.flow("only_empty", lambda x: [(x.exp() * 2).sin(), x.sum()], x=(0, 5))
 ZOO.flow("empty_matmul", lambda x: (x.exp()[:, :0] @ x[:0].sin()).cos(), x=(6, 6))
 ZOO.flow("zero_dim", lambda x: (x.exp() * x.sin()).sqrt().cos().exp(), x=())

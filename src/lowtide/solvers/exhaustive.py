@@ -6,6 +6,7 @@ peak and seconds.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -23,13 +24,17 @@ class ExhaustiveSolver:
 
     largest: int = 14
 
-    def front(self, graph: StepGraph) -> list[Found]:
+    def front(self, graph: StepGraph, keep: Collection[int] = ()) -> list[Found]:
         """The Pareto front of (peak bytes, step seconds): peaks fall, seconds rise.
+
+        Args:
+            graph: the step.
+            keep: operations that are not recomputed in any choice.
 
         Raises:
             ValueError: there are more operations to decide about than ``largest``.
         """
-        ops = Decisions(graph).ops
+        ops = [i for i in Decisions(graph).ops if i not in keep]
         if len(ops) > self.largest:
             raise ValueError(f"{len(ops)} operations make 2^{len(ops)} choices; at most {self.largest} are tried")
         choices = (frozenset(some) for n in range(len(ops) + 1) for some in combinations(ops, n))

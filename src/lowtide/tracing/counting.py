@@ -89,4 +89,4 @@ def storage_bytes(tensor: Tensor) -> int:
 
 def distinct_bytes(tensors: Any) -> int:
     """Bytes of the storages behind ``tensors``, each counted once."""
-    return sum({id(t.untyped_storage()): storage_bytes(t) for t in tensors if t.layout is torch.strided}.values())
+    return sum({t.untyped_storage()._cdata: storage_bytes(t) for t in tensors if t.layout is torch.strided}.values())

@@ -270,7 +270,7 @@ class Tracer(Recorder):
             return 0.0
         drew = drawn(op, args, kwargs) if op.random else None
         written = _distinct(tensors_at((*op.writes, *op.undeclared), args, kwargs))
-        copies = {id(t.untyped_storage()): clone_storage(t) for t in written}
+        copies = {t.untyped_storage()._cdata: clone_storage(t) for t in written}
         args, kwargs = _on_copies(args, kwargs, copies)
         before = randomness.enter((drew or ((), None))[0] or ())
         generators = [(value, value.get_state()) for value in kwargs.values() if isinstance(value, torch.Generator)]
@@ -293,7 +293,7 @@ def _on_copies(args: Any, kwargs: Any, copies: dict[int, Tensor]) -> tuple[list[
 
     def swap(value: Any) -> Any:
         if isinstance(value, Tensor) and _has_memory(value):
-            copy = copies.get(id(value.untyped_storage()))
+            copy = copies.get(value.untyped_storage()._cdata)
             return value if copy is None else place(copy, layout_of(value))
         if isinstance(value, (list, tuple)):
             return [swap(item) for item in value]
@@ -315,4 +315,4 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    return list({id(t.untyped_storage()): t for t in tensors if _has_memory(t)}.values())
+    return list({t.untyped_storage()._cdata: t for t in tensors if _has_memory(t)}.values())
