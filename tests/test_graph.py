@@ -82,10 +82,7 @@ def test_a_file_that_is_no_json_is_refused(content: bytes, tmp_path: Path) -> No
         StepGraph.load(path)
 
 
-SHARED_SITE = pytest.mark.xfail(reason="operations outside of modules share sites with the outermost module's own")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SHARED_SITE if name == "unrolled" else ()) for name in TINY])
+@pytest.mark.parametrize("name", TINY)
 def test_every_forward_operation_has_a_site_of_its_own(name: str) -> None:
     sites = [op.site for _, op in TINY[name]().trace().forward_ops()]
     assert len(set(sites)) == len(sites)

@@ -124,8 +124,12 @@ def test_harness_notices_the_last_bit() -> None:
 
 
 def test_harness_sees_through_memory_that_was_freed() -> None:
-    array = torch.ones(48).numpy()
-    stale = torch.frombuffer((ctypes.c_char * 192).from_address(array.ctypes.data), dtype=torch.float32)
-    del array
-    squatters = dirty_memory()
-    assert stale.isnan().any(), f"{len(squatters)} blocks did not reach it"
+    for _ in range(20):  # where a freed block goes is the allocator's business: once is enough
+        array = torch.ones(48).numpy()
+        stale = torch.frombuffer((ctypes.c_char * 192).from_address(array.ctypes.data), dtype=torch.float32)
+        del array
+        squatters = dirty_memory()
+        if stale.isnan().any():
+            return
+        del squatters
+    pytest.fail("dirtied memory never reached what was freed")

@@ -64,7 +64,7 @@ def test_repeated_blocks_are_written_once() -> None:
         "Plan (chain), for a budget of 8.00 GiB\n"
         "  peak       6.00 GiB   -50.0 %, plain is 12.0 GiB\n"
         "  step       1.10 s     +10.0 %, plain is 1.00 s\n"
-        "  bound      1.09 s     no plan within the budget that keeps what blocks hand on is faster; this one is 1.0 % above\n"
+        "  bound      1.09 s     no plan that keeps what blocks hand on is faster; this one is 1.0 % above\n"
         "  recompute  88 operations in 100 ms\n"
         "    blocks.0-31   norm, mlp.1\n"
         "    blocks.12-31  also mlp.0\n"

@@ -302,15 +302,14 @@ ALLOWED_SECONDS = {32: 2.0, 80: 5.0, 126: 10.0}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ALLOWED_SECONDS)
-def test_planning_is_fast_and_close_to_a_bound(count: int, record_property: Callable[[str, object], None]) -> None:
+def test_planning_is_fast_and_close_to_a_bound(count: int) -> None:
     graph = gpt_step(blocks=count, width=64, length=64, batch=4, vocabulary=256).trace(hardware="a100-80")
     plain = simulate(graph, ()).peak_bytes
     always = graph.resident_bytes + sum(s.bytes for s in graph.storages if s.kind == "gradient")
     begun = time.process_time()
     plan = lowtide.solve(graph, (plain + always) // 2)
     seconds = time.process_time() - begun
-    record_property("seconds", seconds)
-    record_property("gap", costs(plan).gap)
+    print(f"{count} blocks: {seconds:.2f} s, {costs(plan).gap:.2%} above the bound")
     assert seconds < ALLOWED_SECONDS[count]
     assert costs(plan).gap < 0.02
 

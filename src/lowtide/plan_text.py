@@ -62,7 +62,7 @@ def _costs(p: Prediction) -> list[str]:
     ]
     if p.bound_seconds > 0:
         lines.append(
-            f"  bound      {format_seconds(p.bound_seconds):<9}  no plan within the budget that keeps what blocks hand on is faster; "
+            f"  bound      {format_seconds(p.bound_seconds):<9}  no plan that keeps what blocks hand on is faster; "
             f"this one is {percent(p.gap)} above"
         )
     return lines

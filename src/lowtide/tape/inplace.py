@@ -46,7 +46,9 @@ class Target:
         self.storage = storage
         self.tensor = tensor
         self.old = old
-        self.layouts = [layout_of(tensor)]
+        self.layouts: list[Any] = []
+        if old is not None and old.rare is not None:  # may be blank: then it matters what is written
+            self.layouts.append(layout_of(tensor))
 
 
 def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,11 +67,11 @@ def _write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict
     if depth < 0:
         for target in targets.values():
             overwrite(target, None)
-        return op.func(*args, **kwargs)
+        return op.call(*args, **kwargs)
     if recorder.must_prove(op):
         return proof.run_write(recorder, op, targets, args, kwargs, depth)
     recipe = prepare(op, targets, args, kwargs, depth)
-    out = op.func(*args, **kwargs)
+    out = op.call(*args, **kwargs)
     commit(recorder, recipe, targets, out)
     return out
 
@@ -77,21 +79,25 @@ def _write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict
 def targets_of(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Target]:
     """The storages that the operation writes, by id."""
     targets: dict[int, Target] = {}
-    declared = {id(tensor) for tensor in tensors_at(op.writes, args, kwargs)}
-    for tensor in tensors_at((*op.writes, *op.undeclared), args, kwargs):
+    declared = tensors_at(op.writes, args, kwargs)
+    undeclared = tensors_at(op.undeclared, args, kwargs) if op.undeclared else ()
+    for tensor in (*declared, *undeclared):
         if tensor.layout is not torch.strided:
             continue
         storage = tensor.untyped_storage()
         known = targets.get(id(storage))
         if known is not None:
-            known.layouts.append(layout_of(tensor))
+            if known.layouts:
+                known.layouts.append(layout_of(tensor))
             continue
         buffer = getattr(storage, MADE, None)
-        if buffer is not None and buffer.rare is not None:
-            proof.watch_memory(recorder, tensor)
-        if not storage.resizable():
-            expose(storage, tensor)
-        targets[id(storage)] = Target(storage, tensor, getattr(storage, MADE, None), id(tensor) in declared)
+        if buffer is not None:
+            if buffer.rare is not None:
+                proof.watch_memory(recorder, tensor)
+            if not storage.resizable():
+                expose(storage, tensor)
+            buffer = getattr(storage, MADE, None)
+        targets[id(storage)] = Target(storage, tensor, buffer, not undeclared or any(tensor is t for t in declared))
     return targets
 
 

@@ -101,6 +101,8 @@ def argument(position: int | str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def tensors_at(positions: tuple[int | str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments at ``positions``, list arguments flattened."""
+    if len(positions) == 1 and type(positions[0]) is int and isinstance(args[positions[0]], Tensor):
+        return [args[positions[0]]]
     found: list[Tensor] = []
     for position in positions:
         value = argument(position, args, kwargs)

@@ -49,7 +49,7 @@ class Frame:
         self.home = home
         self.module = module
         self.call = call
-        self.counts: dict[int, int] = {}
+        self.counts: dict[int, int] | None = None
         self.pending: set[int] | None = None  # operators proven in this call
 
 
@@ -70,7 +70,7 @@ class Recorder(TapeMode):
         self.proving = check != "never"
         self.proving_all = check == "always"
         self.strict = strict
-        self.frame = Frame(home, None, 0)
+        self.frame = Frame(home, None, -1)  # outside of modules
         self.frames: list[Frame] = []
         self.calls: dict[int, int] = {}
         self.tree: Any = None
@@ -192,6 +192,8 @@ class Recorder(TapeMode):
     def count(self, op: Operator) -> int:
         """Which operation of this kind in this module call is about to run, from 0."""
         counts = self.frame.counts
+        if counts is None:
+            counts = self.frame.counts = {}
         nth = counts.get(op.key, 0)
         counts[op.key] = nth + 1
         return nth
@@ -271,13 +273,17 @@ class Recorder(TapeMode):
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module's forward begins."""
+        outer = self.frame
         if not self.frames:
             self.tree = tree_of(module)
             self.rule = self.tree.bind(self.policy)
-        home = self.tree.home(module, self.frame.home)
-        call = self.calls.get(id(module), 0)
-        self.calls[id(module)] = call + 1
-        self.frames.append(self.frame)
+        key = id(module)
+        home = self.tree.homes.get(key)
+        if home is None or home.module() is not module:
+            home = self.tree.home(module, outer.home)
+        call = self.calls.get(key, 0)
+        self.calls[key] = call + 1
+        self.frames.append(outer)
         self._stand_in(Frame(home, module, call))
 
     def _stand_in(self, frame: Frame) -> None:

@@ -91,8 +91,7 @@ class Tracer(Recorder):
         kwargs = kwargs or {}
         backward = self.sealed or torch._C._current_graph_task_id() != -1
         frame = self.frame
-        index = frame.counts.get(op.key, 0)
-        frame.counts[op.key] = index + 1
+        index = self.count(op)
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if _has_memory(t)))
         grad = torch.is_grad_enabled()
         seconds = self._time(op, args, kwargs) if self.repeats else 0.0
