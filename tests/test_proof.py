@@ -41,9 +41,9 @@ class Fickle(nn.Module):
 
 def test_an_operation_that_does_not_repeat_is_kept_with_a_warning_that_says_where() -> None:
     model, x = Fickle(), torch.linspace(0, 1, 6)
-    with pytest.warns(RecomputeWarning, match=r"lowtide_test\.fickle .*test_proof\.py:\d+.*kept"):
-        with lowtide.record(recompute_all) as recording:
-            loss = model(x)
+    said = r"lowtide_test\.fickle .*test_proof\.py:\d+.*kept"
+    with pytest.warns(RecomputeWarning, match=said), lowtide.record(recompute_all) as recording:
+        loss = model(x)
     loss.backward()
     assert model.weight.grad is not None
     assert torch.isfinite(model.weight.grad).all()

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import sys
+from types import CodeType
 from typing import Any
 
 from torch.autograd import Function
 
-APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""The code that calls a custom Function's forward and saves what it asks to be saved."""
+
+def _seen_apply() -> CodeType:
+    """The code that calls a custom Function's forward and saves what it asks to be saved.
+
+    Up to torch 2.13 ``Function.apply`` is written in Python, and its frame shows who saves. From 2.14 on it is not;
+    then a frame is put around it. A ``Function.apply`` that was looked up before that is not recognised.
+    """
+    if hasattr(Function.apply, "__func__"):
+        code: CodeType = Function.apply.__func__.__code__
+        return code
+    builtin = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return builtin.__get__(None, cls)(*args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    return apply.__code__
+
+
+APPLY = _seen_apply()
 
 trusted_codes: set[Any] = set()
 """Code objects of the forwards that were declared recomputable."""
