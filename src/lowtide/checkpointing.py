@@ -86,12 +86,12 @@ def _selective(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Policy, Any]:
     choose = getattr(forward, "policy_fn", None)
     if choose is None:
         return recompute_all, forward
-    keeps = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+    drops = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
     def keep(op: Any) -> bool:
         func = getattr(getattr(torch.ops, op.name.split(".")[0]), op.name.split(".")[1])
         func = getattr(func, op.overload or "default")
-        return choose(SelectiveCheckpointContext(is_recompute=False), func) in keeps
+        return choose(SelectiveCheckpointContext(is_recompute=False), func) not in drops
 
     return CallablePolicy(keep), nullcontext()
 

@@ -64,8 +64,10 @@ class Operator:
         self.blank = short in _BLANK
         self.swaps_memory = short in _SWAPS_MEMORY
         self.lists = short.startswith("_foreach_") and bool(self.writes)
-        self.whole = short in _OVERWRITES_WHOLE or torch.Tag.out in func.tags
-        self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (torch.Tag.nondeterministic_bitwise in func.tags)
+        self.whole = short in _OVERWRITES_WHOLE or any(isinstance(written, str) for written in self.writes)
+        self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (
+            _NOT_BITWISE is not None and _NOT_BITWISE in func.tags
+        )
         # The schema calls _unsafe_view's result a new tensor, but it shares memory; prim only asks questions.
         self.view = self.view or short == "_unsafe_view" or namespace in ("prim", "profiler")
         if namespace not in _KNOWN_NAMESPACES:
@@ -113,6 +115,9 @@ def tensors_at(positions: tuple[int | str, ...], args: tuple[Any, ...], kwargs: 
     return found
 
 
+_NOT_BITWISE: torch.Tag | None = getattr(
+    torch.Tag, "nondeterministic_bitwise", None
+)  # younger than the oldest release supported
 _KNOWN_NAMESPACES = {"aten", "prims"}
 _REASONS = {
     "c10d": "communication between processes",
