@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.handmade import lstm, unet
-from benchmarks.models import gelu_gpt, small_gelu_gpt, small_swiglu_lm, swiglu_lm
+from benchmarks.models import Workload, gelu_gpt, gpt_workload, swiglu_lm, swiglu_workload
 from benchmarks.zoo_model import ZooModel, from_workload, zoo_model
+from lowtide.demo.model import GPTShape
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it advises kernels that a CPU has no use for
 
@@ -296,5 +297,22 @@ ZOO: dict[str, Callable[[], ZooModel]] = {
     "lstm": lstm,
 }
 
-SMALL = {"small-gpt": from_workload(small_gelu_gpt), "small-lm": from_workload(small_swiglu_lm), "unet": unet}
-"""For tests: seconds each."""
+
+def small_gpt() -> Workload:
+    """The first model of the design's table, for tests."""
+    shape = GPTShape(vocabulary=64, length=64, width=64, blocks=3, heads=4)
+    return gpt_workload("GPT, GELU, 3 blocks of 64, 8 x 64 tokens", shape, batch=8)
+
+
+def small_lm() -> Workload:
+    """The second model of the design's table, for tests."""
+    shape = GPTShape(vocabulary=64, length=64, width=48, blocks=3, heads=4)
+    return swiglu_workload("LM, SwiGLU/RMSNorm, 3 blocks of 48, 8 x 64 tokens", shape, batch=8)
+
+
+SMALL: dict[str, Callable[[], ZooModel]] = {
+    "small-gpt": from_workload(small_gpt),
+    "small-lm": from_workload(small_lm),
+    "small-lstm": lambda: lstm(6),
+}
+"""For tests: a few milliseconds a step."""

@@ -32,6 +32,7 @@ def shared() -> ZooModel:
 MODELS: dict[str, Callable[[], ZooModel]] = {
     "gpt": SMALL["small-gpt"],
     "lm": SMALL["small-lm"],
+    "lstm": SMALL["small-lstm"],
     "shared": shared,
 }
 POLICIES = ["keep_all", "recompute_all", "keep_matmuls", "segments", "by_module"]
@@ -68,7 +69,7 @@ def test_the_measured_peak_is_foretold(name: str, policy: str, accumulates: bool
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["new-gradients", "gradients-added-to"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["gpt", "lm"])
+@pytest.mark.parametrize("name", ["gpt", "lm", "shared"])
 def test_simulation_and_rehearsal_agree(name: str, policy: str, accumulates: bool) -> None:
     model = model_of(name)
     known = graph(name, True, accumulates)

@@ -64,7 +64,7 @@ class Operator:
         self.blank = short in _BLANK
         self.swaps_memory = short in _SWAPS_MEMORY
         self.lists = short.startswith("_foreach_") and bool(self.writes)
-        self.whole = short in _OVERWRITES_WHOLE or any(isinstance(written, str) for written in self.writes)
+        self.whole = self.whole or short in _OVERWRITES_WHOLE
         self.safe_on_cpu_only = short in _NOT_REPRODUCIBLE_OFF_CPU or (
             _NOT_BITWISE is not None and _NOT_BITWISE in func.tags
         )
@@ -87,6 +87,7 @@ class Operator:
             elif argument.name in _WRITTEN_ARGUMENTS:
                 undeclared.append(position)
         self.writes, self.undeclared = tuple(writes), tuple(undeclared)
+        self.whole = any(isinstance(position, str) for position in writes)  # out= variants
         shared = [r.alias_info is not None and not r.alias_info.is_write for r in schema.returns]
         makes_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         self.view = not writes and (any(shared) or not makes_tensors)

@@ -57,7 +57,7 @@ def trace(
 
     tracer = Tracer(0 if fake or hardware is not None else repeats)
     try:
-        with _on_fakes(step, model) if fake else nullcontext(), _untouched(model):
+        with _on_fakes(step, model) if fake else nullcontext() as tracer.fakes, _untouched(model):
             existing = _gradients(model)
             _run(tracer, step)
             unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
@@ -232,7 +232,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | str | None, model: nn.Mo
 
 
 @contextmanager
-def _on_fakes(step: Step, model: nn.Module | None) -> Iterator[None]:
+def _on_fakes(step: Step, model: nn.Module | None) -> Iterator[Any]:
     """Run what follows on fake tensors; a real model's parameters are swapped for fake ones meanwhile."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -245,7 +245,7 @@ def _on_fakes(step: Step, model: nn.Module | None) -> Iterator[None]:
     mode.allow_non_fake_inputs = True
     try:
         with mode:
-            yield
+            yield mode
     finally:
         mode.allow_non_fake_inputs = before
         for table, name, original in swapped:

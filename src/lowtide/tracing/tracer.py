@@ -65,6 +65,8 @@ class Tracer(Recorder):
     ) -> None:
         super().__init__(recompute_all, home or Home("", None), ledger or Ledger(), check=check, strict=False)
         self.repeats = repeats
+        self.fakes: Any = None  # the fake mode that the step runs under
+        self.inputs: dict[int, Tensor] = {}
         self.blocks: frozenset[str] = frozenset()
         self.passed = 0
         self.outstanding = 0
@@ -149,6 +151,9 @@ class Tracer(Recorder):
 
     def buffer_of(self, tensor: Tensor) -> int:
         """The buffer that ``tensor`` views; memory never seen before was there before the step."""
+        if self.fakes is not None and type(tensor) is Tensor:
+            tensor = self.fakes.from_tensor(tensor)  # as the operation will; else its views count once more
+            self.inputs[id(tensor)] = tensor  # torch remembers the fake only while it lives
         storage = tensor.untyped_storage()
         known = getattr(storage, _TRACED, None)
         if known is not None and known[0] is self:
