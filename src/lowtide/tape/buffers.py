@@ -58,17 +58,27 @@ class Buffer:
             if self.rare is not None and self.rare.copy is not None:
                 return self.rare.copy
             raise RootChanged(changed_message(value, self.version))
+        if (
+            self.version is not None
+            and not value.untyped_storage().resizable()
+            and not (self.rare is not None and self.rare.shared)
+        ):
+            raise RootChanged(
+                f"a tensor of shape {tuple(value.shape)} was given to numpy after it was used, and may have been "
+                "written there: it is needed to recompute activations. Give numpy a copy."
+            )
         return value
 
 
 class Rare:
     """What few buffers need to remember."""
 
-    __slots__ = ("blank", "copy", "next", "print", "site")
+    __slots__ = ("blank", "copy", "next", "print", "shared", "site")
 
     def __init__(self) -> None:
         self.blank: frozenset[Any] | None = None  # of memory not yet written whole: the layouts written so far
         self.next: Buffer | None = None  # the version that followed in the same storage, seen by autograd
+        self.shared = False  # held memory that was mapped from elsewhere when it was first read: a weight
         self.copy: Tensor | None = None  # of held memory that was overwritten since, unless its version is put back
         self.print: int | None = None  # fingerprint of the contents, while they are being proven
         self.site: Any = None  # where it was made, while it is being proven
@@ -190,6 +200,8 @@ def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
     if value.is_neg():
         torch._C._set_neg(value, False)
     buffer = Buffer(None, value, version if version is None or value._version == version else None)
+    if not storage.resizable():
+        rare(buffer).shared = True
     live.append(weakref.ref(buffer))
     setattr(storage, HELD, live)
     return buffer
