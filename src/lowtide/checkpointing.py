@@ -17,6 +17,8 @@ from lowtide.recording import active, record
 if TYPE_CHECKING:
     from lowtide.tape.policy import Policy
 
+_NOTHING = object()
+
 
 def checkpoint(
     function: Callable[..., Any],
@@ -54,6 +56,7 @@ def checkpoint(
 
     Raises:
         ValueError: ``determinism_check`` is none of torch's words.
+        RuntimeError: ``context_fn``'s context swallowed an exception of ``function``.
 
     Example:
         >>> import torch, lowtide
@@ -67,9 +70,15 @@ def checkpoint(
     around: Any = nullcontext()
     if context_fn is not None:
         policy, around = _selective(context_fn)
+    out: Any = _NOTHING
     with record(policy):
         with around:
             out = function(*args, **kwargs)
+        if out is _NOTHING:
+            raise RuntimeError(
+                "the forward context of context_fn suppressed an exception of the checkpointed function, so there is "
+                "nothing to return. Let the exception pass."
+            )
         recorder = active()
         if recorder is not None:
             recorder.restore_point(out)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from lowtide.memory_table import MemoryTable
     from lowtide.plan import Plan
 
-SCHEMA = 1
+SCHEMA = 2
+"""1: without workspaces and random states."""
 
 
 class Event(IntEnum):
@@ -65,6 +66,10 @@ class Operation:
     """Why its results cannot be recomputed; empty if they can."""
     dtype: str = "float32"
     """Of its results, for rates of arithmetic."""
+    workspace_bytes: int = 0
+    """What its kernel takes while it runs, on top of what it makes."""
+    state_bytes: int = 0
+    """Random state that its recipe holds."""
 
     @property
     def site(self) -> str:
@@ -127,7 +132,13 @@ class StepGraph:
     """Whether seconds were measured; otherwise they are a roofline's."""
     torch_version: str = ""
     host_seconds: float = field(default=0.0)
-    """Python's cost of recording and replaying one operation."""
+    """The tape's cost of recording one operation, and of replaying one, on top of the operation."""
+    recording_seconds: float = 0.0
+    """The tape's cost of a step under any plan that recomputes something: of looking at each forward operation."""
+    outside_seconds: float = 0.0
+    """Of the plain step outside of its operations: Python, modules, autograd."""
+    workspaces: bool = False
+    """Whether workspaces were measured. On fake tensors nobody knows them, and they count nothing."""
 
     def __repr__(self) -> str:
         forward = sum(not op.backward for op in self.ops)
@@ -148,9 +159,14 @@ class StepGraph:
         return sum(self.storages[i].bytes for i in roots) + self.optimizer_bytes + self.gradient_bytes
 
     @cached_property
+    def asked(self) -> frozenset[int]:
+        """Buffers that backward asks for."""
+        return frozenset(self.saves[index] for kind, index in self.events if kind == Event.UNPACK)
+
+    @cached_property
     def seconds(self) -> float:
-        """Seconds of all operations of the plain step."""
-        return sum(op.seconds for op in self.ops)
+        """Seconds of the plain step: its operations, and what is outside of them."""
+        return sum(op.seconds for op in self.ops) + self.outside_seconds
 
     def forward_ops(self) -> Iterator[tuple[int, Operation]]:
         """The operations of the forward pass with their indices."""
@@ -222,13 +238,24 @@ class StepGraph:
                 events=tuple(zip(flat[::2], flat[1::2], strict=True)),
                 calls=tuple(Call(names[path], c, f, end, tuple(out)) for path, c, f, end, out in data["calls"]),
                 structure=tuple((names[path], names[kind]) for path, kind in data["structure"]),
-                **{name: data[name] for name in _SCALARS},
+                **{name: data[name] for name in _SCALARS if data["schema"] > 1 or name not in _SINCE_2},
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise GraphError(f"{source} is a broken lowtide graph: {type(error).__name__} {error}") from None
 
 
-_SCALARS = ("optimizer_bytes", "gradient_bytes", "hardware", "measured", "torch_version", "host_seconds")
+_SCALARS = (
+    "optimizer_bytes",
+    "gradient_bytes",
+    "hardware",
+    "measured",
+    "torch_version",
+    "host_seconds",
+    "workspaces",
+    "outside_seconds",
+    "recording_seconds",
+)
+_SINCE_2 = ("workspaces", "outside_seconds", "recording_seconds")
 
 
 def _flat(item: Any, number: Any) -> list[Any]:
@@ -246,10 +273,11 @@ def _flat(item: Any, number: Any) -> list[Any]:
 
 
 def _operation(row: list[Any], names: list[str]) -> Operation:
-    name, module, call, index, backward, reads, makes, writes, seconds, flops, size, keep, dtype = row
+    name, module, call, index, backward, reads, makes, writes, seconds, flops, size, keep, dtype, *since_2 = row
     return Operation(
         names[name], names[module], call, index, bool(backward), tuple(reads), tuple(makes),
         tuple((old, new) for old, new in writes), seconds, flops, size, names[keep], names[dtype],
+        *since_2,
     )  # fmt: skip
 
 

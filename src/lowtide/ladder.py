@@ -1,47 +1,79 @@
-"""Ladder: plans for steps of smaller shapes than the one that was traced, made once.
+"""Ladder: plans for one watched step and for smaller ones like it, each made when it is first needed.
 
 Activations of a batch with a fraction f of the elements take at most f of the bytes (attention scores less), so a
 rung solved on the graph scaled by f fits every step of at most that size. Each step takes the lowest rung that holds
-it; a step larger than the traced one has no rung.
+it; a step larger than the watched one has no rung.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from lowtide.agreement import same_for_all
+from lowtide.errors import InfeasibleBudget
 from lowtide.graph import Event, StepGraph
+from lowtide.hand import plan_of
 from lowtide.plan import Plan
-from lowtide.planning import Planner
+from lowtide.planning import Candidate, Planner
+from lowtide.policies import recompute_all, segments
+from lowtide.simulation import depths_of, simulate
 
 FRACTIONS = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.12)
 
 
-@dataclass(frozen=True)
 class Ladder:
-    """Plans by the fraction of the traced step's size that they are for, largest first."""
+    """Plans within ``budget`` bytes for steps of up to each fraction of ``graph``'s size."""
 
-    rungs: tuple[tuple[float, Plan], ...]
+    def __init__(self, graph: StepGraph, budget: int, fractions: tuple[float, ...] = FRACTIONS) -> None:
+        self.graph = graph
+        self.budget = budget
+        self.fractions = tuple(sorted(fractions))
+        self.plans: dict[float, Plan] = {}
+        self._planner: Planner | None = None
 
-    def choose(self, fraction: float) -> Plan | None:
-        """The plan for a step with this fraction of the traced elements; None if it is larger than any."""
-        fitting = [plan for size, plan in self.rungs if size >= fraction - 1e-9]
-        return fitting[-1] if fitting else None
+    def choose(self, fraction: float) -> Plan:
+        """The plan for a step with this fraction of the watched elements.
+
+        Raises:
+            InfeasibleBudget: it does not fit.
+        """
+        rung = next(size for size in self.fractions if size >= fraction - 1e-9)
+        for size, plan in self.plans.items():
+            if size >= rung and not plan.recompute:
+                return plan  # a larger step fits with everything kept
+        if rung not in self.plans:
+            planner = self.planner if rung == 1.0 else Planner(scaled(self.graph, rung))
+            self.plans[rung] = same_for_all(self._solve(planner), planner.graph, self.budget)
+        return self.plans[rung]
+
+    def _solve(self, planner: Planner) -> Plan:
+        try:
+            return planner.solve(self.budget)
+        except InfeasibleBudget:
+            fits = [one for one in by_hand(planner) if one.peak <= self.budget]
+            if not fits:
+                raise
+            return planner.plan(min(fits, key=lambda one: one.seconds), self.budget)
+
+    @property
+    def planner(self) -> Planner:
+        """For the whole step."""
+        if self._planner is None:
+            self._planner = Planner(self.graph)
+        return self._planner
+
+    def lowest(self) -> int:
+        """The smallest budget that a plan for the whole step fits, in bytes."""
+        return min(one.peak for one in (self.planner.lowest, *by_hand(self.planner)))
 
 
-def ladder(graph: StepGraph, budget: int, fractions: tuple[float, ...] = FRACTIONS) -> Ladder:
-    """Plans within ``budget`` bytes for steps of up to each fraction of ``graph``'s size.
-
-    Raises:
-        InfeasibleBudget: the traced step itself does not fit.
-    """
-    rungs: list[tuple[float, Plan]] = []
-    for fraction in sorted(fractions, reverse=True):
-        plan = Planner(scaled(graph, fraction)).solve(budget)
-        rungs.append((fraction, plan))
-        if not plan.recompute:
-            break  # everything is kept: smaller steps need no plan of their own
-    return Ladder(tuple(rungs))
+def by_hand(planner: Planner) -> list[Candidate]:
+    """What hand policies give: where backward passes come in another order than the calls, solvers may do worse."""
+    graph = planner.graph
+    plans = ((policy, plan_of(graph, policy)) for policy in (segments(keep_last=False), segments(), recompute_all))
+    chosen = ((repr(policy), depths_of(graph, plan)) for policy, plan in plans)
+    return [Candidate(one, simulate(graph, one, trail=False), name) for name, one in chosen]
 
 
 def scaled(graph: StepGraph, fraction: float) -> StepGraph:
@@ -62,7 +94,9 @@ def scaled(graph: StepGraph, fraction: float) -> StepGraph:
 def accumulating(graph: StepGraph) -> StepGraph:
     """``graph`` as it is when gradients are there already: new ones are added to them and freed."""
     gradients = {i for i, s in enumerate(graph.storages) if s.kind == "gradient"}
-    if not gradients:
+    fresh = {i for i in gradients if any(b.storage == i and b.maker >= 0 for b in graph.buffers)}
+    there = {b.storage for b in graph.buffers if b.maker < 0}
+    if not fresh - there:
         return graph
     made: list[int] = []
     events: list[tuple[int, int]] = []
@@ -75,5 +109,5 @@ def accumulating(graph: StepGraph) -> StepGraph:
             made = [graph.buffers[b].storage for b in graph.ops[index].makes]
             made = [storage for storage in made if storage in gradients]
     events += [(int(Event.FREE), storage) for storage in made]
-    size = sum(graph.storages[i].bytes for i in gradients)
-    return replace(graph, events=tuple(events), gradient_bytes=size)
+    size = sum(graph.storages[i].bytes for i in gradients - there)
+    return replace(graph, events=tuple(events), gradient_bytes=graph.gradient_bytes + size)

@@ -32,6 +32,7 @@ from lowtide.peers import PLAIN, Contender, peers_of
 from lowtide.plan import Plan
 from lowtide.recording import Recording, record
 from lowtide.snapshot import Snapshot
+from lowtide.tape.sites import together
 from lowtide.tracing.counting import distinct_bytes
 from lowtide.tracing.stepping import Step
 from lowtide.verdict import Difference
@@ -40,7 +41,7 @@ from lowtide.verification import AnyPlan, refuse_lazy, resolve, undisturbed
 
 def measure(
     step: Step,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     plan: AnyPlan,
     *,
     against: Sequence[str] = ("plain",),
@@ -63,7 +64,7 @@ def measure(
 
     Args:
         step: a callable without arguments that runs the forward pass and returns the loss, a scalar tensor.
-        model: the model that the step trains. What is attached to it does nothing meanwhile.
+        model: the model, or models, that the step trains. What is attached to it does nothing meanwhile.
         plan: a plan; a budget (int bytes, ``"12 GiB"``, ``"80%"``), for which one is made; or a hand policy.
         against: peers: ``"torch-per-block"`` (``torch.utils.checkpoint`` around each of the model's repeated
             blocks), ``"torch-selective"`` (the same, keeping matrix products, convolutions and attention).
@@ -87,11 +88,12 @@ def measure(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
     peers = peers_of(against)
-    refuse_lazy(model)
-    with Snapshot(model, optimizer) as snapshot, undisturbed(model), _little_garbage():
-        bench = _Bench(Trial(step, model, snapshot), optimizer)
-        policy, made = resolve(bench.watched, model, plan, optimizer)
-        recording = record(policy)
+    whole = together(model)
+    refuse_lazy(whole)
+    with Snapshot(whole, optimizer) as snapshot, undisturbed(whole), _little_garbage():
+        bench = _Bench(Trial(step, whole, snapshot), optimizer)
+        policy, made = resolve(bench.watched, whole, plan, optimizer)
+        recording = record(policy, model=whole)
         bench.warm_up(recording)
         plain, seen, irreproducible = bench.reference()
         others = [Contender("lowtide", lambda: recording), *peers]

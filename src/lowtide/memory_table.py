@@ -28,7 +28,9 @@ _KINDS = {
     "temporary": TEMPORARY,
 }
 _REPLAYED = "recomputation"
-"""Stands for the operation where memory is that of a replay in progress."""
+"""Stands for the operation where memory is that of a replay in progress, or of recipes."""
+_INSIDE = "inside"
+"""Before the name of an operation whose kernel takes memory while it runs."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,11 @@ def _pieces(graph: StepGraph, plan: Plan | None, timeline: Timeline) -> Iterator
         if size:
             yield ((), ()), kind, "", size
             rest -= size
+    kind, index = graph.events[timeline.peak_event] if graph.events else (Event.SEAL, 0)
+    if kind == Event.RUN and (scratch := graph.ops[index].workspace_bytes):
+        op = graph.ops[index]
+        yield depth.of(op.module), TEMPORARY, f"{_INSIDE} {short(op.name)}", scratch
+        rest -= scratch
     if rest:
         yield depth.of(_replayed_module(graph, timeline)), TEMPORARY, _REPLAYED, rest
 

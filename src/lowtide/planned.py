@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
+from lowtide.errors import RecomputeWarning
 from lowtide.plan import Plan, site_parts
 from lowtide.policies import keep_all
 from lowtide.structure import Structure
@@ -20,6 +23,7 @@ class _Planned(Policy):
 
     plan: Plan
     inside: dict[str, _Inside] = field(repr=False, compare=False, hash=False)
+    places = True
 
     def __call__(self, op: Op) -> bool:
         return op.site not in self.plan.recompute
@@ -30,10 +34,27 @@ class _Planned(Policy):
     def within(self, path: str) -> Policy:
         return self.inside.get(path, keep_all)
 
+    def place(self, structure: Structure) -> tuple[str, str] | None:
+        above, below = seats(structure, self.plan.structure)
+        if len(above) == 1 and not below:
+            return above[0], ""
+        return ("", below[0]) if len(below) == 1 else None
+
     def bind(self, structure: Structure) -> Policy:
         # A teacher under no_grad is another model, but nothing of it is recorded.
-        if torch.is_grad_enabled() and not _is_part(structure, self.plan.structure):
+        if not self.plan.structure or len(structure) <= 1 or not torch.is_grad_enabled():
+            return self
+        above, below = seats(structure, self.plan.structure)
+        if not above and not below:
             self.plan.check(structure)
+        if max(len(above), len(below)) > 1:
+            warnings.warn(
+                f"everything in a {structure[0][1]} is kept: it may be {' or '.join(above or below)} of the model that "
+                "the plan was made for. Say which model it is: record(plan, model=...)",
+                RecomputeWarning,
+                stacklevel=2,
+            )
+            return keep_all
         return self
 
 
@@ -58,7 +79,8 @@ class _Inside(Policy):
 def policy_of(plan: Plan) -> Policy:
     """The policy that obeys ``plan``.
 
-    Once a model runs under it that is not the one that the plan was made for, ``PlanMismatch`` is raised.
+    Once a model runs under it that is not the one that the plan was made for, nor a part of it, nor has it in it,
+    ``PlanMismatch`` is raised.
     """
     deep = dict(plan.depths)
     sites: dict[str, dict[str, int]] = defaultdict(dict)
@@ -68,16 +90,29 @@ def policy_of(plan: Plan) -> Policy:
     return _Planned(plan, inside)
 
 
-def _is_part(structure: Structure, whole: Structure) -> bool:
-    """Whether this is a part of the plan's model, called by itself, or has no children, like a loss."""
-    if len(structure) <= 1:
-        return True
+def seats(structure: Structure, planned: Structure) -> tuple[list[str], list[str]]:
+    """Where a model of ``structure`` may sit in the planned one, and where the planned one may sit in it.
+
+    A single module without children, like a loss, is at home everywhere and has no seat. Both lists are empty
+    where the two have nothing to do with each other; equal ones have the seat "".
+    """
+    if structure == planned and planned:
+        return [""], []
+    if len(structure) <= 1 or not planned:
+        return [], []
+    return list(_places(structure, planned)), list(_places(planned, structure))
+
+
+def _places(part: Structure, whole: Structure) -> Iterator[str]:
     for at, (path, kind) in enumerate(whole):
-        if kind == structure[0][1] and path:
-            inside = (row for row in whole[at:] if row[0] == path or row[0].startswith(f"{path}."))
-            if tuple((inner[len(path) + 1 :], kind) for inner, kind in inside) == structure:
-                return True
-    return False
+        if kind == part[0][1] and path and at + len(part) <= len(whole):
+            inside = whole[at : at + len(part)]
+            end = whole[at + len(part)][0] if at + len(part) < len(whole) else ""
+            if not end.startswith(f"{path}.") and all(
+                name == (f"{path}.{own}" if own else path) and kind == own_kind
+                for (name, kind), (own, own_kind) in zip(inside, part, strict=True)
+            ):
+                yield path
 
 
 def _name(site: str) -> str:

@@ -136,7 +136,8 @@ class Planner:
         """``found`` as a plan, with what it was predicted to cost and how good that is."""
         graph = self.graph
         whatever = self.programme is not None or any(found.chosen.values())
-        least = graph.seconds + self.bound(budget, any_plan=whatever)
+        recording = graph.recording_seconds if found.chosen else 0.0
+        least = graph.seconds + recording + self.bound(budget, any_plan=whatever)
         gap = max(0.0, found.seconds / least - 1) if least > 0 else 0.0
         return Plan(
             recompute=frozenset(graph.ops[i].site for i in found.chosen),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,38 +10,49 @@ import torch
 
 from lowtide.plan import Plan
 from lowtide.tape.backwards import backwards
+from lowtide.tape.compilation import keep_untraced
+from lowtide.tape.following import Follower
 from lowtide.tape.functions import trusted_codes
+from lowtide.tape.interrupts import HeldBack
 from lowtide.tape.ledger import Ledger, Report
+from lowtide.tape.library import Shelf, may_follow, shelf_of
 from lowtide.tape.operators import declare
 from lowtide.tape.policy import Op, Policy, as_policy
 from lowtide.tape.recorder import Recorder
-from lowtide.tape.sites import Home, watch
+from lowtide.tape.scribing import ScribingRecorder
+from lowtide.tape.sharding import sharding
+from lowtide.tape.sites import Counts, Home, Tree, names_of, watch
 from lowtide.tape.tickets import unpack
 from lowtide.tape.transforms import hooks_allowed, pop_hooks, push_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
 
 Check = Literal["new", "always", "never"]
 
 _local = threading.local()
 
 
-def active() -> Recorder | None:
+def active() -> Recorder | Follower | None:
     """The recorder of this thread, if one is recording."""
     return getattr(_local, "recorder", None)
 
 
 def begin(recorder: Recorder) -> None:
     """Let ``recorder`` see this thread's modules, operations and saved tensors."""
+    keep_untraced()
     recorder.outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     push_hooks(recorder.pack, unpack)
     try:
         watch.start(recorder.enter_module, recorder.leave_module)
+        sharding.start()
         backwards.wrap(recorder.step_aside)
         recorder.__enter__()
     except BaseException:
         backwards.unwrap(recorder.step_aside)
+        sharding.stop()
         watch.stop()
         pop_hooks()
         raise
@@ -54,6 +66,7 @@ def end(recorder: Recorder) -> None:
         recorder.__exit__(None, None, None)
     finally:
         backwards.unwrap(recorder.step_aside)
+        sharding.stop()
         watch.stop()
         pop_hooks()
         recorder.seal()
@@ -62,15 +75,20 @@ def end(recorder: Recorder) -> None:
 class Recording:
     """A context manager that records the forward passes inside it; may be entered once per step, many times."""
 
-    def __init__(self, policy: Policy, *, strict: bool, check: Check, check_every: int) -> None:
+    def __init__(
+        self, policy: Policy, *, strict: bool, check: Check, check_every: int, names: Tree | None = None
+    ) -> None:
         self.policy = policy
+        self.names = names
+        self.before: Counts | None = None
+        """What ran before in the same step, where one step is recorded in several parts."""
         self.strict = strict
         self.check = check
         self.check_every = check_every
         self.steps = 0
         self._ledger = Ledger()
         self._home = Home("", None)
-        self._open: list[tuple[Recorder | None, Policy | None]] = []
+        self._open: list[tuple[Recorder | Follower | None, Policy | None]] = []
 
     def __enter__(self) -> Recording:
         outer = active()
@@ -79,26 +97,67 @@ class Recording:
         elif not torch.is_grad_enabled() or not hooks_allowed():
             self._open.append((None, None))
         else:
-            self._start()
+            depth = len(self._open)
+            try:
+                with HeldBack():
+                    self._start()
+            except BaseException:
+                if len(self._open) > depth:  # it had begun when Ctrl-C was let through
+                    self.__exit__()
+                raise
         return self
 
     def _start(self) -> None:
         self.steps += 1
         again = self.check_every > 0 and self.steps % self.check_every == 0
-        recorder = Recorder(
-            self.policy, self._home, self._ledger, check="always" if again else self.check, strict=self.strict
-        )
-        begin(recorder)
-        self._open.append((recorder, None))
+        shelf = self._shelf() if not again else None
+        check = "always" if again else self.check
+        kind = Recorder if shelf is None else ScribingRecorder
+        recorder = kind(self.policy, self._home, self._ledger, check=check, strict=self.strict)
+        recorder.names = self.names
+        if self.before is not None:
+            recorder.calls, recorder.frame.counts = self.before.calls, self.before.operations
+        if shelf is None:
+            begin(recorder)
+            self._open.append((recorder, None))
+        else:
+            assert isinstance(recorder, ScribingRecorder)
+            follower = Follower(shelf, recorder, begin, end)
+            self._open.append((follower, None))
+            _local.recorder = follower.start()
+
+    def _shelf(self) -> Shelf | None:
+        """What is known of steps like the one that begins; None if it is to be recorded whatever is known."""
+        if self.check == "always" or not may_follow():
+            return None
+        if self.before is not None and (self.before.calls or self.before.operations):
+            return None
+        place = sys._getframe(3)  # whoever enters this recording
+        shelf = shelf_of(self.policy, self.names, self.strict, id(place.f_code), place.f_lineno)
+        return None if shelf.hopeless else shelf
 
     def __exit__(self, *exc: object) -> None:
+        depth = len(self._open)
+        try:
+            with HeldBack():
+                self._stop()
+        except BaseException:
+            if len(self._open) == depth:  # Ctrl-C came before it was held back
+                self._stop()
+            raise
+
+    def _stop(self) -> None:
         recorder, before = self._open.pop()
         if recorder is None:
             outer = active()
             if before is not None and outer is not None:
                 outer.use(before)
             return
-        end(recorder)
+        if isinstance(recorder, Follower):
+            _local.recorder = None
+            recorder.stop()
+        else:
+            end(recorder)
 
     def report(self) -> Report:
         """What was kept against the policy so far, and why."""
@@ -111,6 +170,7 @@ def record(
     strict: bool = False,
     check: Check = "new",
     check_every: int = 0,
+    model: nn.Module | Sequence[nn.Module] | None = None,
 ) -> Recording:
     """Record the forward passes inside a ``with`` block and recompute in backward what ``policy`` does not keep.
 
@@ -124,6 +184,8 @@ def record(
         check: ``"new"`` proves each operation of each module the first time it is dropped (it is run twice and
             compared bit for bit), ``"always"`` proves every operation, ``"never"`` none.
         check_every: prove every operation again at each N-th use of this recording.
+        model: the model, or models, whose module paths the policy or the plan means. Needed where the step calls
+            parts of it that look alike one by one; otherwise the outermost module that runs is the model.
 
     Raises:
         TypeError: ``policy`` is not callable.
@@ -149,7 +211,8 @@ def record(
         from lowtide.planned import policy_of
 
         policy = policy_of(policy)
-    return Recording(as_policy(policy), strict=strict, check=check, check_every=check_every)
+    names = names_of(model)
+    return Recording(as_policy(policy), strict=strict, check=check, check_every=check_every, names=names)
 
 
 def recomputable(subject: Any) -> Any:

@@ -31,10 +31,13 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 class Snapshot:
     """The state of a model, an optimizer and all random numbers; a context manager that puts it back.
 
-    Contents are copied to host memory. ``restore`` may be called any number of times in between.
+    Contents are copied to host memory. ``restore`` may be called any number of times in between. Without ``weights``
+    those of parameters are left out.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, weights: bool = True
+    ) -> None:
         self.devices = _devices(model)
         self.generators: list[torch.Generator] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -44,6 +47,7 @@ class Snapshot:
         self._python = random.getstate()
         self._numpy = _numpy_state()
         self._generator_states: list[Tensor] = []
+        self._weights = weights
         self._read(model, optimizer)
 
     def __enter__(self) -> Snapshot:
@@ -61,9 +65,10 @@ class Snapshot:
 
     def add_tensor(self, tensor: Tensor) -> None:
         """Put the contents and the gradient of ``tensor`` back as well, as they are now."""
-        if id(tensor) in self._contents or tensor.is_meta:
+        if id(tensor) in self._contents or id(tensor) in self._gradients or tensor.is_meta:
             return
-        self._contents[id(tensor)] = (tensor, host_copy(tensor))
+        if self._weights or not isinstance(tensor, nn.Parameter):
+            self._contents[id(tensor)] = (tensor, host_copy(tensor))
         if tensor.is_leaf and tensor.requires_grad:
             self._gradients[id(tensor)] = (tensor, tensor.grad)
             if tensor.grad is not None:

@@ -49,6 +49,8 @@ class Verdict:
     """What was kept against the plan because recomputing it is not safe."""
     plan: Plan | None = None
     """The plan that was verified; None for a hand policy."""
+    culprit: str = ""
+    """The operation whose recomputation makes the difference: name, module path and source line."""
 
     @property
     def reproducible(self) -> bool:
@@ -67,6 +69,7 @@ class Verdict:
         lines = [*_reproducibility(self), self._headline()]
         lines += [f"  {self._step(one)}{one}" for one in self.differences[:_SHOWN]]
         lines += _others(len(self.differences) - _SHOWN)
+        lines += [f"it comes of recomputing {self.culprit}"] if self.culprit else []
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
     def _headline(self) -> str:
@@ -101,6 +104,7 @@ class Verdict:
             "steps": self.steps,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json() if self.plan is not None else None,
+            "culprit": self.culprit,
         }
 
     @staticmethod
@@ -120,6 +124,7 @@ class Verdict:
                 steps=data["steps"],
                 warnings=tuple(data["warnings"]),
                 plan=Plan.from_json(data["plan"], source) if data["plan"] else None,
+                culprit=data.get("culprit", ""),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"{source} is a broken lowtide verdict: {error!r}") from None

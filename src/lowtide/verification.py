@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide import attachment
+from lowtide.culprit import culprit
 from lowtide.discovery import Discovery
 from lowtide.errors import GraphError, RecomputeWarning, ReplayMismatch, RootChanged
+from lowtide.interception import interception
 from lowtide.observation import Observation, Trial, What
 from lowtide.plan import Plan
 from lowtide.planned import policy_of
@@ -31,6 +32,7 @@ from lowtide.planning import solve
 from lowtide.recording import Recording, record
 from lowtide.snapshot import Snapshot
 from lowtide.tape.policy import Op, Policy, as_policy
+from lowtide.tape.sites import together
 from lowtide.tracing import trace
 from lowtide.tracing.stepping import Step
 from lowtide.tracing.stepping import _loss as loss_of
@@ -42,7 +44,7 @@ AnyPlan = Plan | int | str | Policy | Callable[[Op], bool]
 
 def verify(
     step: Step,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     plan: AnyPlan,
     *,
     steps: int = 1,
@@ -61,13 +63,14 @@ def verify(
     Args:
         step: a callable without arguments that runs the forward pass and returns the loss, a scalar tensor.
             It must do the same at each call: one that takes the next batch from a loader is not reproducible.
-        model: the model that the step trains. What is attached to it does nothing meanwhile.
+        model: the model, or models, that the step trains. What is attached to it does nothing meanwhile.
         plan: a plan; a budget (int bytes, ``"12 GiB"``, ``"80%"``), for which one is made; or a hand policy.
         steps: how many steps to take. Gradients add up, unless there is an optimizer.
         optimizer: steps after each backward.
 
     Returns:
-        The verdict: true where everything is equal. It prints as a short text and names what differs.
+        The verdict: true where everything is equal. It prints as a short text and names what differs, and the
+        operation whose recomputation makes the difference: name, module path and source line.
 
     Raises:
         GraphError: the step returns no scalar that requires grad, or a parameter has no contents yet.
@@ -84,16 +87,20 @@ def verify(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
-    refuse_lazy(model)
-    with Snapshot(model, optimizer) as snapshot, undisturbed(model):
-        policy, made = resolve(Discovery(snapshot).watch(step), model, plan, optimizer)
-        trial = Trial(step, model, snapshot, optimizer)
+    whole = together(model)
+    refuse_lazy(whole)
+    with Snapshot(whole, optimizer) as snapshot, undisturbed(whole):
+        policy, made = resolve(Discovery(snapshot).watch(step), whole, plan, optimizer)
+        trial = Trial(step, whole, snapshot, optimizer)
         plain, irreproducible = _reference(trial, steps)
-        recording = record(policy)
+        recording = record(policy, model=whole)
         differences, failure = _under(recording, trial, plain, steps)
+        wrong = tuple(one for what, one in differences.items() if what not in irreproducible)
+        blamed = _blamed(policy, trial, plain, irreproducible, whole) if wrong and not failure else ""
     return Verdict(
         compared=_compared(plain, irreproducible),
-        differences=tuple(one for what, one in differences.items() if what not in irreproducible),
+        differences=wrong,
+        culprit=blamed,
         irreproducible=tuple(dict.fromkeys(map(str, irreproducible))),
         failure=failure,
         steps=steps,
@@ -113,7 +120,7 @@ def resolve(
         plan = solve(trace(watched, model, optimizer=optimizer), plan)
         return policy_of(plan), plan
     policy = policy_of(plan) if isinstance(plan, Plan) else as_policy(plan)
-    with record(policy, check="never"):
+    with record(policy, check="never", model=model):
         loss_of(watched)
     return policy, plan if isinstance(plan, Plan) else None
 
@@ -137,6 +144,23 @@ def _under(recording: Recording, trial: Trial, plain: Observation, steps: int) -
     return found, ""
 
 
+def _blamed(
+    policy: Policy, trial: Trial, plain: Observation, irreproducible: Collection[What], model: nn.Module
+) -> str:
+    """The operation whose recomputation makes the difference."""
+
+    def differs(other: Policy) -> bool:
+        recording = record(other, check="never", model=model)
+        steps = max(what.step for what in plain)
+        try:
+            seen = trial.run(lambda: recording, steps=steps, between=dirty_memory)
+        except (ReplayMismatch, RootChanged):
+            return True
+        return any(what not in irreproducible for what in trial.differences(plain, seen))
+
+    return culprit(policy, differs)
+
+
 def refuse_lazy(model: nn.Module) -> None:
     """Refuse a model whose parameters get their shapes in the first forward pass.
 
@@ -151,18 +175,9 @@ def refuse_lazy(model: nn.Module) -> None:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let ``model`` run as if nothing were attached to it; what a recording warns about is in its report."""
-    known = attachment._interception._handles
-    handles = [known[id(module)] for module in model.modules() if id(module) in known]
-    before = [handle._inside for handle in handles]
-    for handle in handles:
-        handle._inside = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RecomputeWarning)
-            yield
-    finally:
-        for handle, inside in zip(handles, before, strict=True):
-            handle._inside = inside
+    with interception.paused(list(model.modules())), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecomputeWarning)
+        yield
 
 
 def _compared(plain: Observation, irreproducible: Collection[What]) -> tuple[tuple[str, int], ...]:

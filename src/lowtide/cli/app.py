@@ -1,7 +1,7 @@
 """The command `lowtide`: finds the verb that was asked for, and alone turns errors into text and exit codes.
 
-Exit codes: 0 all went well; 1 lowtide refused, the reason is on standard error; 2 the command line was not
-understood; 130 interrupted.
+Exit codes: 0 all went well; 1 lowtide refused, or results differ, the reason is on standard error; 2 the command
+line was not understood; 3 it does not fit as asked, an option does; 4 nothing fits; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide.errors import LowtideError
 
 __all__ = ["app", "main"]
 
-VERBS = ("calibrate", "demo")
+VERBS = ("fit", "advise", "plan", "explore", "report", "verify", "measure", "calibrate", "demo")
 """Each is the function of that name in the file of that name beside this one."""
 
 

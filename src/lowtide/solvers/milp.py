@@ -153,7 +153,8 @@ class Programme:
         return Answer(best, bound, False)
 
     def _extra(self, timeline: Timeline) -> float:
-        return timeline.step_seconds - self.graph.seconds
+        """Seconds on top of the plain step and of recording at all."""
+        return max(0.0, timeline.step_seconds - self.graph.seconds - self.graph.recording_seconds)
 
     def _seconds(self) -> Terms:
         """Seconds on top of the plain step, less the host's for recording every operation."""

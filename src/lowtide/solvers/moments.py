@@ -225,7 +225,7 @@ class Moments:
         terms |= held
         if op is not None:
             fresh = {graph.buffers[b].storage for b in op.makes} - state.user
-            constant += sum(graph.storages[s].bytes for s in fresh)
+            constant += sum(graph.storages[s].bytes for s in fresh) + op.workspace_bytes
             terms |= self._copies(index) if not state.sealed else {}
         elif running in after:
             terms |= self._running(state, running, before, after)
@@ -330,6 +330,8 @@ class Moments:
         """Add the bytes of kept memory that recipes copied before their operations wrote there."""
         d = self.decisions
         for i, column in alive.items():
+            if self.graph.ops[i].state_bytes:
+                terms[column] = terms.get(column, 0.0) + self.graph.ops[i].state_bytes
             for old, _ in self.graph.ops[i].writes:
                 if not d.can[old]:
                     terms[column] = terms.get(column, 0.0) + d.size(old)
@@ -339,9 +341,12 @@ class Moments:
         return terms
 
     def _copies(self, i: int) -> Terms:
-        """Bytes of kept memory that ``i``, about to write there, copies for its own recipe."""
+        """Bytes of kept memory that ``i``, about to write there, copies for its own recipe, and of random state."""
         d, terms = self.decisions, Terms()
         if i in d.column:
+            if self.graph.ops[i].state_bytes:
+                state = self.rows.largest([(1.0, {d.column[i]: -1.0})])
+                terms[state] = float(self.graph.ops[i].state_bytes)
             for old, _ in self.graph.ops[i].writes:
                 bound = (0.0, {self.kept[old]: 1.0}) if d.can[old] else (1.0, Terms())
                 bound[1][d.column[i]] = bound[1].get(d.column[i], 0.0) - 1.0
@@ -353,7 +358,8 @@ class Moments:
         graph, d, rows = self.graph, self.decisions, self.rows
         op = graph.ops[i]
         running = rows.largest([(0.0, {after[i]: 1.0} | ({before[i]: -1.0} if i in before else {}))])
-        terms: Terms = {running: float(sum(d.size(b) for b in op.makes))}
+        scratch = op.workspace_bytes + op.state_bytes
+        terms: Terms = {running: float(sum(d.size(b) for b in op.makes) + scratch)}
         for old, _ in op.writes:
             if not d.can[old]:
                 continue

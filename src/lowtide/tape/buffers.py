@@ -58,6 +58,12 @@ class Buffer:
             if self.rare is not None and self.rare.copy is not None:
                 return self.rare.copy
             raise RootChanged(changed_message(value, self.version))
+        if self.version is not None and not value.untyped_storage().nbytes() and value.numel():
+            raise RootChanged(
+                f"a tensor of shape {tuple(value.shape)} is needed to recompute activations, but its memory was given "
+                "back meanwhile, as sharded parameters are after use. Compute with it inside of the module that "
+                "gathers it, or keep the results of the operations that read it."
+            )
         if (
             self.version is not None
             and not value.untyped_storage().resizable()

@@ -32,10 +32,18 @@ APPLY = _seen_apply()
 trusted_codes: set[Any] = set()
 """Code objects of the forwards that were declared recomputable."""
 
+trusted_operators: set[str] = set()
+"""Operators that were declared recomputable, as ``namespace_name``."""
+
+_GENERATED = "GeneratedBackwardFor_"  # torch._library.autograd puts namespace, name and overload behind it
+
 
 def trusts(function: Any) -> bool:
-    """Whether a custom Function was declared recomputable."""
-    return getattr(getattr(function, "forward", None), "__code__", None) in trusted_codes
+    """Whether a custom Function was declared recomputable, or is torch's own around an operator that was."""
+    if getattr(getattr(function, "forward", None), "__code__", None) in trusted_codes:
+        return True
+    name = getattr(function, "__name__", "")
+    return name.startswith(_GENERATED) and name.removeprefix(_GENERATED).rpartition("_")[0] in trusted_operators
 
 
 def runs_trusted() -> bool:

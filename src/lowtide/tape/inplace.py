@@ -31,6 +31,7 @@ from lowtide.tape.buffers import (
 )
 from lowtide.tape.operators import Operator, tensors_at
 from lowtide.tape.recipes import FullRecipe, capture
+from lowtide.tape.sharding import keep_across
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -70,7 +71,7 @@ def _write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict
         return op.call(*args, **kwargs)
     if recorder.must_prove(op):
         return proof.run_write(recorder, op, targets, args, kwargs, depth)
-    recipe = prepare(op, targets, args, kwargs, depth)
+    recipe = prepare(recorder, op, targets, args, kwargs, depth)
     out = op.call(*args, **kwargs)
     commit(recorder, recipe, targets, out)
     return out
@@ -84,6 +85,8 @@ def targets_of(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: 
     for tensor in (*declared, *undeclared):
         if tensor.layout is not torch.strided:
             continue
+        if recorder.read is not find:
+            keep_across(tensor, recorder.frame.unit)
         storage = tensor.untyped_storage()
         known = targets.get(id(storage))
         if known is not None:
@@ -107,7 +110,7 @@ def _depth(recorder: Recorder, op: Operator, targets: dict[int, Target]) -> int:
     policy = home.scoped or recorder.rule
     decision = policy.by_name(op.name)
     nth = recorder.count(op) if decision is None else -1
-    if not torch.is_grad_enabled() and not recorder.trusts_caller():
+    if not torch.is_grad_enabled() and not op.declared and not recorder.trusts_caller():
         return -1
     known = [target.old for target in targets.values() if target.old is not None]
     if not known and not op.makes_new:
@@ -129,7 +132,9 @@ def _depth(recorder: Recorder, op: Operator, targets: dict[int, Target]) -> int:
     return depth
 
 
-def prepare(op: Operator, targets: dict[int, Target], args: Any, kwargs: Any, depth: int) -> FullRecipe:
+def prepare(
+    recorder: Recorder, op: Operator, targets: dict[int, Target], args: Any, kwargs: Any, depth: int
+) -> FullRecipe:
     """The recipe of an operation that writes, taken before it runs.
 
     Memory that is there and about to be overwritten is copied: running statistics are replayed on that copy.
@@ -139,20 +144,24 @@ def prepare(op: Operator, targets: dict[int, Target], args: Any, kwargs: Any, de
     steals = {}
     originals: dict[int, Buffer] = {}
     for key, target in targets.items():
-        buffer = target.old or Buffer(None, clone_storage(target.tensor))
+        buffer = target.old
+        if buffer is None:
+            buffer = Buffer(None, clone_storage(target.tensor))
+            recorder.copied(buffer, target.tensor)
         originals[key] = buffer
         steals[id(buffer)] = target.old is None or not buffer.used
         buffer.used = True
 
     def read(tensor: Tensor) -> Buffer:
         original = originals.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
-        return find(tensor) if original is None else original
+        return recorder.read(tensor) if original is None else original
 
     drew = (drawn(op, args, kwargs) if op.random else None) or (None, None)
     recipe = FullRecipe(op, *capture(args, kwargs, read))
     recipe.states, recipe.generators = drew
     recipe.written = steals
     recipe.level = depth
+    recipe.unit = recorder.frame.unit
     return recipe
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.tape.functions import trusted_operators
+
 Position = int | str | tuple[int | str, int]
 """Where an argument sits: positional index, keyword, or (one of these, index in a list argument)."""
 
@@ -22,6 +24,7 @@ class Operator:
         "blank",
         "call",
         "chance",
+        "declared",
         "func",
         "keep",
         "key",
@@ -45,6 +48,7 @@ class Operator:
         self.call = getattr(func, "_op", func)  # the same without a Python frame in between
         self.key = id(func)
         self.keep: str | None = None  # why results are never recomputed
+        self.declared = False  # recomputable whatever calls it: torch runs the forward of its autograd without grad
         self.writes: tuple[int | str, ...] = ()  # arguments that the schema says are written
         self.undeclared: tuple[int | str, ...] = ()  # arguments written although the schema does not say so
         self.chance: int | str | None = None  # where its probability is given: with 0 it draws nothing
@@ -116,6 +120,23 @@ def tensors_at(positions: tuple[int | str, ...], args: tuple[Any, ...], kwargs: 
     return found
 
 
+def tensors_in(value: Any, depth: int = 6) -> list[Tensor]:
+    """The tensors in nested containers, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0:
+        return []
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = list(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        items = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    else:
+        return []
+    return [tensor for item in items for tensor in tensors_in(item, depth - 1)]
+
+
 _NOT_BITWISE: torch.Tag | None = getattr(
     torch.Tag, "nondeterministic_bitwise", None
 )  # younger than the oldest release supported
@@ -152,7 +173,7 @@ def operator(func: Any) -> Operator:
     if known is None:
         known = _known[id(func)] = Operator(func)
         if known.keep is not None and known.name in _declared:
-            known.keep = None
+            known.keep, known.declared = None, True
     return known
 
 
@@ -162,6 +183,7 @@ _declared: set[str] = set()
 def declare(name: str) -> None:
     """Take the operator called ``name`` ("namespace.op") as safe to recompute."""
     _declared.add(name)
+    trusted_operators.add(name.replace(".", "_"))
     for known in _known.values():
         if known.name == name:
-            known.keep = None
+            known.keep, known.declared = None, True

@@ -73,6 +73,17 @@ class Policy:
         """Whether the outputs of the module at ``path`` are restore points, kept whatever made them."""
         return False
 
+    places = False
+    """Whether ``place`` has anything to say."""
+
+    def place(self, structure: Structure) -> tuple[str, str] | None:
+        """Where an outermost module of this structure sits in the model that the policy was made for.
+
+        ``("", "")`` if it is that model, ``("encoder", "")`` if it is a part of it, ``("", "module")`` if that model is
+        a part of it, None if that is not known.
+        """
+        return None
+
     def bind(self, structure: Structure) -> Policy:
         """The policy for a program whose outermost module has the modules of ``structure``."""
         return self

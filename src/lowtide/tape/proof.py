@@ -119,12 +119,12 @@ def run_write(
     from lowtide.tape.recorder import results_of
 
     if not all(_is_real(tensor) for tensor in tensors(args, kwargs)):
-        recipe = inplace.prepare(op, targets, args, kwargs, depth)
+        recipe = inplace.prepare(recorder, op, targets, args, kwargs, depth)
         out = op.func(*args, **kwargs)
         inplace.commit(recorder, recipe, targets, out)
         return out
     copies = {key: clone_storage(target.tensor) for key, target in targets.items()}
-    recipe = inplace.prepare(op, targets, args, kwargs, depth)
+    recipe = inplace.prepare(recorder, op, targets, args, kwargs, depth)
     inputs = []
     for position, _, layout in recipe.reads:
         tensor = _at(position, args, kwargs)

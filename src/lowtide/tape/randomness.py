@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,13 +11,19 @@ from torch import Tensor
 State = tuple[torch.device, Tensor]
 
 _CPU = torch.device("cpu")
+watchers: list[Callable[[Tensor], object]] = []
+"""Told of each copy of a state: they count bytes, and no dispatch mode sees these."""
 
 
 def get_state(device: torch.device) -> Tensor:
     """The state of ``device``'s default generator."""
     if device.type == "cpu":
-        return torch.default_generator.get_state()
-    return torch.get_device_module(device).get_rng_state(device)
+        state = torch.default_generator.get_state()
+    else:
+        state = torch.get_device_module(device).get_rng_state(device)
+    for watch in watchers:
+        watch(state)
+    return state
 
 
 def set_state(device: torch.device, state: Tensor) -> None:
@@ -41,7 +48,7 @@ def devices_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.devic
     return devices or {_CPU}
 
 
-def states_of(devices: set[torch.device]) -> tuple[State, ...]:
+def states_of(devices: Iterable[torch.device]) -> tuple[State, ...]:
     """The present states of the default generators of ``devices``."""
     return tuple((device, get_state(device)) for device in devices)
 

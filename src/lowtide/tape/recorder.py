@@ -21,17 +21,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, blank, current, dispatches, expose, find, layout_of, rare
+from lowtide.tape.buffers import HELD, MADE, Buffer, current, dispatches, expose, find, layout_of, rare
 from lowtide.tape.functions import APPLY, runs_trusted, trusted_codes, trusts
-from lowtide.tape.operators import Operator, argument, operator, tensors_at
+from lowtide.tape.interrupts import without
+from lowtide.tape.operators import Operator, argument, operator, tensors_at, tensors_in
 from lowtide.tape.policy import Op, Policy
 from lowtide.tape.recipes import FullRecipe, Recipe, capture
 from lowtide.tape.replay import TapeMode
-from lowtide.tape.sites import Home, tree_of
-from lowtide.tape.tickets import Chained, Parts, Ticket, keep, keep_now, pack_dropped
+from lowtide.tape.sharding import keep_across, sharding
+from lowtide.tape.sites import Home, Tree, tree_for
+from lowtide.tape.tickets import Chained, Parts, Ticket, keep, keep_result, pack_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from lowtide.tape.ledger import Ledger
 
@@ -43,14 +46,15 @@ _plain: set[type] = {Tensor, Parameter}  # classes whose tensors are recorded; F
 class Frame:
     """One module call in progress."""
 
-    __slots__ = ("call", "counts", "home", "module", "pending")
+    __slots__ = ("call", "counts", "home", "module", "pending", "unit")
 
-    def __init__(self, home: Home, module: torch.nn.Module | None, call: int) -> None:
+    def __init__(self, home: Home, module: torch.nn.Module | None, call: int, unit: object = None) -> None:
         self.home = home
         self.module = module
         self.call = call
         self.counts: dict[int, int] | None = None
         self.pending: set[int] | None = None  # operators proven in this call
+        self.unit = unit  # the home of the module around it whose parameters come and go together
 
 
 class Recorder(TapeMode):
@@ -72,13 +76,15 @@ class Recorder(TapeMode):
         self.strict = strict
         self.frame = Frame(home, None, -1)  # outside of modules
         self.frames: list[Frame] = []
-        self.calls: dict[int, int] = {}
+        self.calls: dict[str, int] = {}
         self.tree: Any = None
+        self.names: Tree | None = None  # of the program, where that is known; else the outermost module's own
         self.paused = 0
         self.outer: tuple[Any, Any] | None = None  # saved-tensor hooks set around the recording
         self.base_depth = 0  # of what the policy recomputes without being asked
         self._stand_in(self.frame)
         self.made: list[weakref.ref[torch.UntypedStorage]] = []
+        self.read: Callable[[Tensor], Buffer] = find
 
     # ---- operations -----------------------------------------------------------------------------------------
 
@@ -96,7 +102,7 @@ class Recorder(TapeMode):
         if kind > ASK:
             return self._other(kind, op, args, kwargs or _NONE)
         nth = self.count(op) if kind == ASK else -1
-        if not torch.is_grad_enabled() and not self.trusts_caller():
+        if not torch.is_grad_enabled() and not op.declared and not self.trusts_caller():
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.proving and (self.proving_all or op.key not in self.frame.home.proven):
             return proof.run(self, op, args, kwargs or _NONE, nth)
@@ -144,17 +150,18 @@ class Recorder(TapeMode):
         if type(out) is Tensor or isinstance(out, Tensor):
             if not self.droppable(op, out):
                 return []
-            recipe = (Recipe if drew is None else FullRecipe)(op, *capture(args, kwargs, find))
+            recipe = (Recipe if drew is None else FullRecipe)(op, *capture(args, kwargs, self.read))
             results: Any = ((-1, out),)
         else:
             results = [(which, result) for which, result in enumerate(out) if isinstance(result, Tensor)]
             results = [(which, result) for which, result in results if self.droppable(op, result)]
             if not results:
                 return []
-            recipe = FullRecipe(op, *capture(args, kwargs, find))
+            recipe = FullRecipe(op, *capture(args, kwargs, self.read))
         if drew is not None:
             recipe.states, recipe.generators = drew  # type: ignore[attr-defined]
         recipe.level = depth
+        recipe.unit = self.frame.unit
         if op.takes_dtype and isinstance(out, Tensor) and not any(isinstance(value, Tensor) for value in args):
             recipe.kwargs = {**(recipe.kwargs or {}), "dtype": out.dtype}  # the default dtype may change
         buffers = []
@@ -172,10 +179,17 @@ class Recorder(TapeMode):
             buffers.append(buffer)
         return buffers
 
+    def _read_in_unit(self, tensor: Tensor) -> Buffer:
+        keep_across(tensor, self.frame.unit)
+        return find(tensor)
+
     def adopt(self, storage: torch.UntypedStorage, buffer: Buffer) -> None:
         """``buffer`` is what ``storage`` contains from now on."""
         setattr(storage, MADE, buffer)
         self.made.append(weakref.ref(storage))
+
+    def copied(self, buffer: Buffer, original: Tensor) -> None:
+        """``buffer`` is a private copy of ``original``, which is about to be overwritten."""
 
     def droppable(self, op: Operator, result: Tensor) -> bool:
         """Whether one result may be recomputed; notes why not."""
@@ -217,27 +231,30 @@ class Recorder(TapeMode):
         depth = torch._C._len_torch_dispatch_stack()
         if creates_graph or depth == 0 or torch._C._get_dispatch_stack_at(depth - 1) is not self:
             return run()
-        self.__exit__(None, None, None)
-        try:
-            return run()
-        finally:
-            self.__enter__()
+        return without(self, run)
 
     # ---- saved tensors --------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd's pack hook."""
+        return self.hand_over(tensor, sys._getframe(1))
+
+    def hand_over(self, tensor: Tensor, saver: FrameType) -> Any:
+        """What autograd gets for ``tensor``, which it saves for what runs in the Python frame ``saver``."""
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter:
             if not _is_plain(kind):
-                return self._pack_wrapper(tensor)
+                return self._pack_wrapper(tensor, saver)
             if kind.__name__ != "FakeTensor":
                 return keep(tensor, True)  # code that unpacks it may look at its class
         try:
             buffer: Buffer | None = getattr(tensor.untyped_storage(), MADE, None)
         except NotImplementedError:  # sparse tensors have no storage
             buffer = None
-        function = sys._getframe(1).f_code is APPLY
+        function = saver if saver.f_code is APPLY else None
+        if self.read is not find and buffer is not None:
+            keep_across(tensor, self.frame.unit)
+            buffer = getattr(tensor.untyped_storage(), MADE, None)
         if buffer is not None and self._still_made(tensor, buffer, function):
             if self.outer is None:
                 return pack_dropped(tensor, buffer)
@@ -245,12 +262,12 @@ class Recorder(TapeMode):
             return Ticket(buffer, layout_of(tensor), None)
         if self.outer is not None:
             return Chained(self.outer[1], self.outer[0](tensor))
-        return keep(tensor, function)
+        return keep(tensor, function is not None)
 
-    def _still_made(self, tensor: Tensor, buffer: Buffer, function: bool) -> bool:
+    def _still_made(self, tensor: Tensor, buffer: Buffer, function: FrameType | None) -> bool:
         """Whether ``buffer``'s recipe makes what is being saved."""
         storage = tensor.untyped_storage()
-        if function and not trusts(sys._getframe(2).f_locals.get("cls")):
+        if function is not None and not trusts(function.f_locals.get("cls")):
             expose(storage, tensor)  # a custom Function's forward may write what the dispatcher does not see
             return False
         if buffer.rare is not None:
@@ -259,7 +276,7 @@ class Recorder(TapeMode):
                 return False
         return current(storage, tensor, buffer)
 
-    def _pack_wrapper(self, tensor: Tensor) -> Any:
+    def _pack_wrapper(self, tensor: Tensor, saver: FrameType) -> Any:
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is None:
             return keep(tensor)
@@ -267,7 +284,7 @@ class Recorder(TapeMode):
         parts = [getattr(tensor, name) for name in names]
         if not all(isinstance(part, Tensor) for part in parts):
             return keep(tensor)
-        return Parts(tensor, [self.pack(part) for part in parts], list(names), context)
+        return Parts(tensor, [self.hand_over(part, saver) for part in parts], list(names), context)
 
     # ---- modules --------------------------------------------------------------------------------------------
 
@@ -275,16 +292,20 @@ class Recorder(TapeMode):
         """A module's forward begins."""
         outer = self.frame
         if not self.frames:
-            self.tree = tree_of(module)
+            self.tree, whole = (self.names, True) if self.names is not None else tree_for(module, self.policy)
+            if whole:
+                self.names = self.tree  # modules called later that belong to it are called by these names
             self.rule = self.tree.bind(self.policy)
-        key = id(module)
-        home = self.tree.homes.get(key)
+        home = self.tree.homes.get(id(module))
         if home is None or home.module() is not module:
             home = self.tree.home(module, outer.home)
-        call = self.calls.get(key, 0)
-        self.calls[key] = call + 1
+        call = self.calls.get(home.path, 0)  # by path: modules of two trees that share it share no site
+        self.calls[home.path] = call + 1
         self.frames.append(outer)
-        self._stand_in(Frame(home, module, call))
+        unit = outer.unit
+        if isinstance(module, sharding.units):
+            unit, self.read = home, self._read_in_unit
+        self._stand_in(Frame(home, module, call, unit))
 
     def _stand_in(self, frame: Frame) -> None:
         self.frame = frame
@@ -302,7 +323,8 @@ class Recorder(TapeMode):
         restores = self.frame.home.restores
         self._close_frame()
         if restores:
-            self.restore_point(output)
+            with torch._C.DisableTorchFunction():
+                self.restore_point(output)
 
     def _close_frame(self) -> None:
         if self.frame.pending:
@@ -322,11 +344,7 @@ class Recorder(TapeMode):
         """Keep the tensors in ``output``, whatever made them."""
         for tensor in tensors_in(output):
             if _is_plain(type(tensor)) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                buffer = getattr(storage, MADE, None)
-                if buffer is not None and blank(buffer) is None:
-                    delattr(storage, MADE)
-                    keep_now(tensor, storage, buffer)
+                keep_result(tensor)
 
     def use(self, policy: Policy) -> Policy:
         """Let ``policy`` decide from here on; returns the one before."""
@@ -376,20 +394,3 @@ def results_of(out: Any) -> list[Tensor]:
     if isinstance(out, Tensor):
         return [out]
     return [item for item in out if isinstance(item, Tensor)] if isinstance(out, (list, tuple)) else []
-
-
-def tensors_in(value: Any, depth: int = 6) -> list[Tensor]:
-    """The tensors in nested containers, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0:
-        return []
-    if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        items = list(value)
-    elif hasattr(value, "__dataclass_fields__"):
-        items = [getattr(value, name, None) for name in value.__dataclass_fields__]
-    else:
-        return []
-    return [tensor for item in items for tensor in tensors_in(item, depth - 1)]

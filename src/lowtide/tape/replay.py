@@ -43,22 +43,32 @@ class TapeMode(TorchDispatchMode):
 
     paused = 0
 
+    def moved(self, mover: object) -> None:
+        """Note that ``mover`` gathered sharded parameters or gave them back."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that torch would add costs as much as the mode itself
 
 
-def _pause(step: int) -> None:
-    for index in range(torch._C._len_torch_dispatch_stack()):
-        mode = torch._C._get_dispatch_stack_at(index)
-        if isinstance(mode, TapeMode):
-            mode.paused += step
+def pause(step: int) -> None:
+    """Let this thread's recorders look away (1), or look on again (-1)."""
+    for mode in tapes():
+        mode.paused += step
+
+
+def tapes() -> list[TapeMode]:
+    """This thread's recorders and tracers that are looking on."""
+    stack = (torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack()))
+    return [mode for mode in stack if isinstance(mode, TapeMode)]
 
 
 _lock = threading.RLock()
 _transform_in_force = torch._C._functorch.peek_interpreter_stack
 _modes_in_force = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
+_Exclude = torch._C._ExcludeDispatchKeyGuard
 
 
 def rebuild(buffer: Buffer) -> Tensor:
@@ -74,18 +84,34 @@ def rebuild(buffer: Buffer) -> Tensor:
         grad = _grad_enabled()
         recording = _modes_in_force() > 0
         if recording:
-            _pause(1)
+            pause(1)
         try:
-            with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-                for step in _plan(buffer):
-                    if step.recipe.grad is not _grad_enabled():
-                        torch._C._set_grad_enabled(step.recipe.grad)
-                    _follow(step)
+            with _Exclude(_BELOW):
+                if not _is_one_step(buffer):
+                    for step in _plan(buffer):
+                        if step.recipe.grad is not _grad_enabled():
+                            _set_grad_enabled(step.recipe.grad)
+                        _follow(step)
         finally:
             if recording:
-                _pause(-1)
-            torch._C._set_grad_enabled(grad)
+                pause(-1)
+            _set_grad_enabled(grad)
     return buffer.contents()
+
+
+def _is_one_step(buffer: Buffer) -> bool:
+    """Make ``buffer`` by its own recipe alone, if that has one result and all that it reads is there."""
+    recipe = buffer.recipe
+    if type(recipe) is not Recipe or (buffer.rare is not None and buffer.rare.print is not None):
+        return False
+    for _, read, _ in recipe.reads:
+        if read.recipe is not None:
+            return False
+    inputs = [place(read.contents(), layout) for _, read, layout in recipe.reads]
+    _set_grad_enabled(recipe.grad)
+    buffer.value = recipe.run(inputs)
+    buffer.recipe = None
+    return True
 
 
 class Step:

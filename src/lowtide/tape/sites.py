@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowtide.tape.sharding import class_name
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lowtide.structure import Structure
     from lowtide.tape.policy import Policy
@@ -78,27 +80,44 @@ class Site:
 
 
 class Tree:
-    """The paths and homes of the modules below one outermost module."""
+    """The paths and homes of the modules of a program: below one outermost module, or below several."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = weakref.ref(root)
+    def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
+        self._roots = [(prefix, weakref.ref(root)) for prefix, root in roots]
         self.paths: dict[int, str] = {}
         self.homes: dict[int, Home] = {}
+        self.placed: tuple[Policy | None, Tree, bool] = (None, self, False)
+        """How a policy that was made for a larger or a smaller model names the modules of this one."""
         self._bound: tuple[Policy | None, Policy | None] = (None, None)
         self._name()
 
     def _name(self) -> None:
-        root = self.root()
-        if root is not None:
-            self.paths = {id(module): path for path, module in root.named_modules()}
-            self._bound = (None, None)
+        for prefix, ref in self._roots:
+            root = ref()
+            if root is not None:
+                for path, module in root.named_modules():
+                    self.paths[id(module)] = join(prefix, path)
+        self._bound = (None, None)
+        self.placed = (None, self, False)
+
+    def structure(self) -> Structure | None:
+        """Paths and classes of all modules, as they are now; None if one of the roots is gone."""
+        roots = [(prefix, ref()) for prefix, ref in self._roots]
+        if len(roots) == 1:
+            return None if roots[0][1] is None else structure_of(roots[0][1])
+        rows = [("", SEVERAL)]
+        for prefix, root in roots:
+            if root is None:
+                return None
+            rows += [(join(prefix, path), kind) for path, kind in structure_of(root)]
+        return tuple(rows)
 
     def bind(self, policy: Policy) -> Policy:
         """``policy`` for this tree, worked out once."""
         known, bound = self._bound
-        root = self.root()
         if bound is None or known != policy:
-            bound = policy.bind(structure_of(root)) if root is not None else policy
+            structure = self.structure()
+            bound = policy.bind(structure) if structure is not None else policy
             self._bound = (policy, bound)
         return bound
 
@@ -109,27 +128,80 @@ class Tree:
             return home
         if id(module) not in self.paths:
             self._name()  # modules may have been added since
-        path = self.paths.get(id(module))
-        if path is None:
-            path = f"{parent.path}.<{type(module).__name__}>".lstrip(".")
-        home = self.homes[id(module)] = Home(path, module)
+        if id(module) not in self.paths:
+            stranger = f"{parent.path}.<{type(module).__name__}>".lstrip(".")
+            for path, part in module.named_modules():
+                self.paths.setdefault(id(part), join(stranger, path))
+        home = self.homes[id(module)] = Home(self.paths[id(module)], module)
         return home
+
+
+def join(prefix: str, path: str) -> str:
+    """``path`` below ``prefix``."""
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+SEVERAL = "Models"
+"""Stands for the class of what holds several models together."""
+
+
+class Models(nn.ModuleList):
+    """Several models as one, without touching them; their paths begin with their numbers."""
+
+
+def together(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """One module that has all of ``model`` in it: itself, or its members."""
+    return model if isinstance(model, nn.Module) else Models(model)
+
+
+def names_of(model: nn.Module | Sequence[nn.Module] | None) -> Tree | None:
+    """The tree of a program whose model or models are known."""
+    if model is None or isinstance(model, nn.Module):
+        return None if model is None else tree_of(model)
+    return Tree([(str(number), one) for number, one in enumerate(model)])
+
+
+class Counts:
+    """How often each module path was called, and each operation outside of modules, so far in a step."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self.operations: dict[int, int] = {}
 
 
 def structure_of(root: nn.Module) -> Structure:
     """Path and class name of every module below ``root``."""
-    return tuple((path, type(module).__name__) for path, module in root.named_modules())
+    return tuple((path, class_name(module)) for path, module in root.named_modules())
 
 
-_trees: weakref.WeakKeyDictionary[nn.Module, Tree] = weakref.WeakKeyDictionary()
+_trees: weakref.WeakKeyDictionary[nn.Module, dict[str, Tree]] = weakref.WeakKeyDictionary()
 
 
-def tree_of(root: nn.Module) -> Tree:
-    """The tree below ``root``, made once."""
-    tree = _trees.get(root)
-    if tree is None:
-        tree = _trees[root] = Tree(root)
-    return tree
+def tree_of(root: nn.Module, prefix: str = "") -> Tree:
+    """The tree below ``root``, which sits at ``prefix``; made once."""
+    trees = _trees.get(root)
+    if trees is None:
+        trees = _trees[root] = {}
+    if prefix not in trees:
+        trees[prefix] = Tree([(prefix, root)])
+    return trees[prefix]
+
+
+def tree_for(root: nn.Module, policy: Policy) -> tuple[Tree, bool]:
+    """The names of an outermost module and what is in it: its own, or those of the policy's model.
+
+    And whether it has that whole model in it.
+    """
+    own = tree_of(root)
+    if not policy.places:
+        return own, False
+    known, tree, whole = own.placed
+    if known is None or known != policy:
+        place = policy.place(structure_of(root))
+        above, below = place or ("", "")
+        tree, whole = tree_of(root.get_submodule(below) if below else root, above), place is not None and not above
+        own.placed = (policy, tree, whole)
+    return tree, whole
 
 
 def source_line() -> str:

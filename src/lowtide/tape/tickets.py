@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lowtide.errors import RootChanged
-from lowtide.tape.buffers import HELD, Buffer, Layout, alias, hold, layout_of, place
+from lowtide.tape.buffers import HELD, MADE, Buffer, Layout, alias, blank, hold, layout_of, place
 from lowtide.tape.replay import rebuild
 
 Kept = tuple[Tensor, int | None]
@@ -129,6 +131,19 @@ def keep_now(tensor: Tensor, storage: torch.UntypedStorage, buffer: Buffer) -> N
     buffer.value, buffer.version, buffer.recipe = held.value, held.version, None
     if held.version is not None:
         getattr(storage, HELD).append(weakref.ref(buffer))
+
+
+def keep_result(tensor: Tensor) -> None:
+    """Make a restore point of the memory that ``tensor`` lies in, if it was dropped."""
+    if is_functorch_wrapped_tensor(tensor):  # inside vmap, say: what is kept is the memory below
+        with temporarily_clear_interpreter_stack():
+            return keep_result(get_unwrapped(tensor))
+    storage = tensor.untyped_storage()
+    buffer: Buffer | None = getattr(storage, MADE, None)
+    if buffer is not None and blank(buffer) is None:
+        delattr(storage, MADE)
+        keep_now(tensor, storage, buffer)
+    return None
 
 
 _next_node = torch._C._autograd._get_sequence_nr

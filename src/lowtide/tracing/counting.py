@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.tape.sharding import local
+from lowtide.tracing.workspaces import device_of, run_measured
 
 _SEEN = "_lowtide_counted"
 
@@ -15,13 +19,14 @@ _SEEN = "_lowtide_counted"
 class LiveBytes(TorchDispatchMode):
     """A dispatch mode that knows the bytes of all storages made inside it and when each of them dies.
 
-    Counts what the dispatcher sees: results of operations, not the scratch memory inside a kernel. Enter it
-    outside of a recording, so that replayed operations pass through it as well. What operations read that was
-    not made inside is counted on its own, in ``inputs``.
+    Counts what the dispatcher sees: results of operations; what a kernel takes for itself only with
+    ``workspaces``, on real tensors. Enter it outside of a recording, so that replayed operations pass through it as
+    well. What operations read that was not made inside is counted on its own, in ``inputs``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, workspaces: bool = False) -> None:
         super().__init__()
+        self.workspaces = workspaces
         self.live = 0
         self.peak = 0
         self.inputs = 0
@@ -34,16 +39,21 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
                     self.note(tensor)
-        out = func(*args, **(kwargs or {}))
+        if self.workspaces and not func.is_view:
+            out, workspace = run_measured(partial(func, *args, **kwargs), device_of(args, kwargs))
+        else:
+            out, workspace = func(*args, **kwargs), 0
         # A view of a real tensor among fakes is a view of a fake that was never seen.
         see = self.ignore if func.is_view else self.see
         for result in (out,) if isinstance(out, Tensor) else out if isinstance(out, (list, tuple)) else ():
             if isinstance(result, Tensor):
                 see(result)
+        self.peak = max(self.peak, self.live + workspace)
         return out
 
     def ignore(self, tensor: Tensor) -> None:
@@ -77,14 +87,14 @@ class LiveBytes(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> Any:
     try:
-        return tensor.untyped_storage()
+        return local(tensor).untyped_storage()
     except NotImplementedError:  # sparse
         return None
 
 
 def storage_bytes(tensor: Tensor) -> int:
     """Bytes of the storage behind ``tensor``."""
-    return tensor.untyped_storage().nbytes()
+    return local(tensor).untyped_storage().nbytes()
 
 
 def distinct_bytes(tensors: Any) -> int:

@@ -1,6 +1,6 @@
-"""Watch one training step of somebody else's loop: its forward here, its backward wherever it is started.
+"""Watch one training step of somebody else's loop: its forward passes here, its backward wherever it is started.
 
-with observation:            the tracer records, drops thriftily, proves
+with observation:            the tracer records, drops thriftily, proves; once for each call of a model
     model(...)
 loss = ...                   outside: not seen, but what backward reads of it is counted
 loss.backward()              torch.autograd's entry is replaced meanwhile, so that the tracer sees it
@@ -10,55 +10,67 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from lowtide.graph import StepGraph
+from lowtide.graph import Event, StepGraph
 from lowtide.recording import begin, end
-from lowtide.tape.backwards import backwards
+from lowtide.tape.sites import Tree
+from lowtide.tracing.counting import distinct_bytes
 from lowtide.tracing.stepping import graph_of
 from lowtide.tracing.tracer import Tracer
 
 
 class Observation:
-    """A context manager around one forward pass; afterwards it waits for the backward pass."""
+    """A context manager around each forward pass of one step; it is shown the backward passes as well."""
 
-    def __init__(self, model: nn.Module, size: Any) -> None:
+    def __init__(self, model: nn.Module, names: Tree, tracer: Tracer | None = None) -> None:
         self.model = model
-        self.size = size
-        self.complete = False
-        self.tracer = Tracer(repeats=1, check="new")
-        self._existing = sum(p.grad is not None for p in model.parameters())
+        self.failed = False
+        self.tracer = tracer or Tracer(repeats=1, check="new")
+        self.tracer.names = names
+        self._gradients: dict[int, str] = {}
+        self._untouched_bytes = 0
+        self._complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether backward has asked for something of the forward passes."""
+        return self._complete and not self.failed
 
     def __enter__(self) -> Observation:
+        self.tracer.reopen()
         begin(self.tracer)
         return self
 
     def __exit__(self, *exc: object) -> None:
         end(self.tracer)
-        if exc[0] is None:
-            backwards.wrap(self.backward)
-        else:
-            self.complete = True
-            self.tracer.saves.clear()
+        self.failed = self.failed or exc[0] is not None
 
-    def cancel(self) -> None:
-        """Stop waiting."""
-        backwards.unwrap(self.backward)
-
-    def backward(self, creates_graph: bool, run: Any) -> Any:
+    def backward(self, run: Any) -> Any:
         """Run a backward pass under the tracer."""
-        del creates_graph
         seen = len(self.tracer.events)
-        with self.tracer:
-            result = run()
-        if any(kind == 2 for kind, _ in self.tracer.events[seen:]):  # something of the forward was unpacked
-            self.complete = True
-            backwards.unwrap(self.backward)
+        try:
+            with self.tracer:
+                result = run()
+        except BaseException:
+            self.failed = True
+            raise
+        if any(kind == Event.UNPACK for kind, _ in self.tracer.events[seen:]):
+            self._complete = True
+            self._name_gradients()
         return result
 
-    def graph(self, optimizer: torch.optim.Optimizer | None) -> StepGraph | None:
-        """What was seen, or None if there was nothing to see."""
-        if not self.tracer.saves:
+    def _name_gradients(self) -> None:
+        """Now, because the loop may let go of them before the next step begins."""
+        there = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        numbers = ((self.tracer.known_storage(gradient), name) for name, gradient in there)
+        self._gradients |= {number: name for number, name in numbers if number is not None}
+        self._untouched_bytes = distinct_bytes(g for _, g in there if self.tracer.known_storage(g) is None)
+
+    def graph(self) -> StepGraph | None:
+        """What was seen, without optimizer states, or None if there was nothing to see."""
+        if not self.tracer.saves or not self.complete:
             return None
-        return graph_of(self.tracer, self.model, optimizer, gradient_bytes=0)
+        for number, name in self._gradients.items():
+            self.tracer.storages[number][1:] = ["gradient", name]
+        return graph_of(self.tracer, self.model, None, gradient_bytes=self._untouched_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,8 @@ from lowtide.graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.recording import begin, end
 from lowtide.tape import randomness
-from lowtide.tape.sites import structure_of
+from lowtide.tape.sharding import local
+from lowtide.tape.sites import names_of, structure_of, together
 from lowtide.tracing.counting import LiveBytes, distinct_bytes
 from lowtide.tracing.tracer import Tracer
 
@@ -24,7 +25,7 @@ Step = Callable[[], Tensor]
 
 def trace(
     step: Step,
-    model: nn.Module | None = None,
+    model: nn.Module | Sequence[nn.Module] | None = None,
     *,
     fake: bool = False,
     optimizer: torch.optim.Optimizer | str | None = None,
@@ -36,8 +37,10 @@ def trace(
     Args:
         step: a callable without arguments that runs the forward pass and returns the loss, a scalar tensor.
             Backward is run here; gradients, buffers and random state are put back afterwards.
-        model: names parameters and modules. Without it, operations have no module paths below the modules called.
-        fake: run on fake tensors: no memory, no accelerator, no values. Times then come from ``hardware``.
+        model: names parameters and modules; several are numbered. Without it, operations have no module paths
+            below the modules called.
+        fake: run on fake tensors: no memory, no accelerator, no values. Times then come from ``hardware``, and what
+            kernels take for themselves while they run (``graph.workspaces``) is unknown and counts nothing.
         optimizer: an optimizer, or the name of one, whose states count: ``"adamw"``, ``"sgd"``, ...
         hardware: name of an accelerator, or an ``Accelerator``, for times by a roofline instead of measured ones.
         repeats: how often each operation is timed.
@@ -56,12 +59,14 @@ def trace(
     from lowtide.tracing.costing import with_costs
 
     tracer = Tracer(0 if fake or hardware is not None else repeats)
+    whole = None if model is None else together(model)
+    tracer.names = names_of(whole)
     try:
-        with _on_fakes(step, model) if fake else nullcontext() as tracer.fakes, _untouched(model):
-            existing = _gradients(model)
+        with _on_fakes(step, whole) if fake else nullcontext() as tracer.fakes, _untouched(whole):
+            existing = _gradients(whole)
             _run(tracer, step)
             unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
-            graph = graph_of(tracer, model, optimizer, gradient_bytes=unseen)
+            graph = graph_of(tracer, whole, optimizer, gradient_bytes=unseen)
     except _FAKE_ERRORS as error:
         if not fake:
             raise
@@ -80,13 +85,21 @@ def graph_of(
     gradient_bytes: int,
 ) -> StepGraph:
     """What ``tracer`` saw as a graph."""
+    from lowtide.tracing.host import HostCosts, host_costs
+
+    # An accelerator works while the host prepares what comes next.
+    host = host_costs() if tracer.repeats and tracer.on_cpu else HostCosts()
     return StepGraph(
         **_label(tracer, model),
         structure=_structure(model),
-        optimizer_bytes=_optimizer_bytes(optimizer, model),
+        optimizer_bytes=optimizer_bytes(optimizer, model),
         gradient_bytes=gradient_bytes,
         measured=tracer.repeats > 0,
+        workspaces=tracer.fakes is None and tracer.workspaces,
         torch_version=torch.__version__,
+        host_seconds=host.tape_seconds,
+        recording_seconds=host.recording_seconds * sum(not op.backward for op in tracer.ops),
+        outside_seconds=host.outside_seconds * len(tracer.ops),
     )
 
 
@@ -97,14 +110,14 @@ _FAKE_ERRORS = (
 )
 
 
-def rehearse(step: Step, model: nn.Module, plan: Plan, *, fake: bool = True) -> int:
+def rehearse(step: Step, model: nn.Module | Sequence[nn.Module], plan: Plan, *, fake: bool = True) -> int:
     """Run ``step`` under ``plan`` on fake tensors and count: the exact second opinion on its peak.
 
     Args:
         step: as for ``trace``.
         model: the model that the step trains.
         plan: the plan to rehearse.
-        fake: False runs it for real, still counting tensors.
+        fake: False runs it for real, and counts what kernels take for themselves too; on fake tensors nobody knows.
 
     Returns:
         The peak in bytes, with parameters, buffers and inputs.
@@ -115,18 +128,28 @@ def rehearse(step: Step, model: nn.Module, plan: Plan, *, fake: bool = True) -> 
     from lowtide.planned import policy_of
     from lowtide.recording import record
 
-    with _on_fakes(step, model) if fake else nullcontext(), _untouched(model):
-        there = [*model.parameters(), *model.buffers(), *_gradients(model)]
+    whole = together(model)
+    with _on_fakes(step, whole) if fake else nullcontext(), _untouched(whole):
+        there = [*whole.parameters(), *whole.buffers(), *_gradients(whole)]
         resident = distinct_bytes(there)
-        counter = LiveBytes()
+        counter = LiveBytes(workspaces=not fake)
         for tensor in there:
             counter.ignore(tensor)
-        with counter:
-            with record(policy_of(plan), check="never"):
+        with counter, _told_of_states(counter.see):
+            with record(policy_of(plan), check="never", model=whole):
                 loss = _loss(step)
             loss.backward()
             del loss
     return counter.peak + counter.inputs + resident
+
+
+@contextmanager
+def _told_of_states(watch: Callable[[Tensor], object]) -> Iterator[None]:
+    randomness.watchers.append(watch)
+    try:
+        yield
+    finally:
+        randomness.watchers.remove(watch)
 
 
 def _run(tracer: Tracer, step: Step) -> None:
@@ -192,7 +215,8 @@ def _label(tracer: Tracer, model: nn.Module | None) -> dict[str, Any]:
         named += [("parameter", name, p) for name, p in model.named_parameters()]
         named += [("buffer", name, b) for name, b in model.named_buffers()]
         named += [("gradient", name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    for kind, name, tensor in named:
+    for kind, name, whole in named:
+        tensor = local(whole)
         number = tracer.known_storage(tensor)
         if number is None and kind != "gradient":
             tracer.buffer_of(tensor)
@@ -218,7 +242,7 @@ _STATES = {
 }
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | str | None, model: nn.Module | None) -> int:
+def optimizer_bytes(optimizer: torch.optim.Optimizer | str | None, model: nn.Module | None) -> int:
     """Bytes of the optimizer's states: as they are, or as they will be after the first step."""
     if optimizer is None:
         return 0

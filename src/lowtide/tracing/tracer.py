@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from lowtide.structure import repeated_blocks
 from lowtide.tape import proof, randomness
 from lowtide.tape.buffers import MADE, clone_storage
 from lowtide.tape.ledger import Ledger
-from lowtide.tape.operators import Operator, operator, tensors_at
-from lowtide.tape.recorder import Recorder, _is_plain, drawn, results_of, tensors_in
-from lowtide.tape.sites import Home, structure_of
+from lowtide.tape.operators import Operator, operator, tensors_at, tensors_in
+from lowtide.tape.recorder import Recorder, _is_plain, drawn, results_of
+from lowtide.tape.sharding import gathered
+from lowtide.tape.sites import Home
 from lowtide.tape.tickets import unpack
+from lowtide.tracing.workspaces import device_of, measurable, run_measured
 
 _TRACED = "_lowtide_traced"
 _INSIDE = 64  # depth of what is inside a block; block outputs have lower ones
@@ -66,6 +70,8 @@ class Tracer(Recorder):
         super().__init__(recompute_all, home or Home("", None), ledger or Ledger(), check=check, strict=False)
         self.repeats = repeats
         self.fakes: Any = None  # the fake mode that the step runs under
+        self.workspaces = True  # all of them were measured
+        self.on_cpu = True  # all operations
         self.inputs: dict[int, Tensor] = {}
         self.blocks: frozenset[str] = frozenset()
         self.passed = 0
@@ -81,12 +87,15 @@ class Tracer(Recorder):
         self.module_in_backward = ""
         self.sealed = False
         self._refs: dict[weakref.ref[Any], Any] = {}
+        self.gathered: dict[int, int] = {}  # storages of sharded parameters that are there: their numbers
 
     # ---- operations -----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and not all(_is_plain(kind) for kind in types):
+            return NotImplemented  # a wrapper: what it does inside comes here again
         op = operator(func)
         if self.paused or op.view:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -96,10 +105,13 @@ class Tracer(Recorder):
         index = self.count(op)
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if _has_memory(t)))
         grad = torch.is_grad_enabled()
-        seconds = self._time(op, args, kwargs) if self.repeats else 0.0
-        if types and not all(_is_plain(kind) for kind in types):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        out = op.call(*args, **kwargs) if self.sealed else super().__torch_dispatch__(func, types, args, kwargs)
+        tried = self._try(op, args, kwargs) if self.repeats and op.keep is None and not op.swaps_memory else None
+        record = super().__torch_dispatch__
+        run = partial(op.call, *args, **kwargs) if self.sealed else partial(record, func, types, args, kwargs)
+        if tried is not None or self.fakes is not None:
+            out, (seconds, workspace) = run(), tried or (0.0, 0)
+        else:
+            seconds, (out, workspace) = 0.0, self._measured(run, args, kwargs)
         number = len(self.ops)
         written = tensors_at((*op.writes, *op.undeclared), args, kwargs)
         writes = tuple(self._new_version(t, number) for t in _distinct(written))
@@ -124,6 +136,8 @@ class Tracer(Recorder):
                 sum(t.numel() * t.element_size() for t in (*proof.tensors(args, kwargs), *results) if _has_memory(t)),
                 keep,
                 str((results or written)[0].dtype).removeprefix("torch."),
+                workspace,
+                self._state_bytes(op, args, kwargs) if op.random and not backward else 0,
             )
         )
         self.events.append((Event.RUN, number))
@@ -137,6 +151,10 @@ class Tracer(Recorder):
         if writes:
             return "writes memory that is kept"
         return "integer or bool results can decide what comes next"
+
+    def _state_bytes(self, op: Operator, args: Any, kwargs: Any) -> int:
+        default, given = drawn(op, args, kwargs) or ((), ())
+        return sum(state.nbytes for *_, state in (*(default or ()), *(given or ())))
 
     def _flops(self, op: Operator, args: Any, kwargs: Any, out: Any) -> int:
         count = flop_registry.get(getattr(op.func, "_overloadpacket", None))
@@ -188,6 +206,27 @@ class Tracer(Recorder):
         self.storages.append([storage.nbytes(), kind, owner])
         return self._tag(storage, len(self.storages) - 1, maker, hasattr(storage, MADE), watch=True)
 
+    def moved(self, mover: object) -> None:
+        """Note what was gathered as memory of its own, which is free again when it is given back."""
+        there = {t.untyped_storage()._cdata: t.untyped_storage() for t in gathered(mover)}
+        came = {key: s for key, s in there.items() if s.nbytes() and key not in self.gathered}
+        for key in there.keys() & self.gathered.keys():
+            if not there[key].nbytes():
+                self.events.append((Event.FREE, self.gathered.pop(key)))
+        if not came:
+            return
+        backward = self.sealed or torch._C._current_graph_task_id() != -1
+        home, call, number = self.frame.home, self.frame.call, len(self.ops)
+        makes = []
+        for key, storage in came.items():
+            self.gathered[key] = len(self.storages)
+            self.storages.append([storage.nbytes(), "gathered", home.path])
+            makes.append(self._tag(storage, len(self.storages) - 1, number, False, watch=False))
+        size = sum(storage.nbytes() for storage in came.values())
+        row = ("lowtide.gather", home.path, call, number, backward, (), tuple(makes), (), 0.0, 0, size)
+        self.ops.append(Operation(*row, "moves sharded parameters", workspace_bytes=size))
+        self.events.append((Event.RUN, number))
+
     def _new_version(self, tensor: Tensor, maker: int) -> tuple[int, int]:
         storage = tensor.untyped_storage()
         old = self.buffer_of(tensor)
@@ -225,7 +264,7 @@ class Tracer(Recorder):
     def enter_module(self, module: torch.nn.Module) -> None:
         super().enter_module(module)
         if len(self.frames) == 1:
-            self.blocks = frozenset(repeated_blocks(structure_of(module)))
+            self.blocks = frozenset(repeated_blocks(self.tree.structure() or ()))
             self.base_depth = _INSIDE if self.blocks else 0
         self.starts.append(len(self.ops))
 
@@ -254,6 +293,21 @@ class Tracer(Recorder):
         self.sealed = True
         super().seal()
 
+    def reopen(self) -> None:
+        """The forward pass goes on after all: another model is called before backward."""
+        if self.sealed:
+            self.events.remove((Event.SEAL, 0))
+            self.sealed = False
+
+    def held(self) -> dict[str, int]:
+        """Bytes by module of what the step made and still holds."""
+        sizes: dict[str, int] = {}
+        for ref, number in self._refs.items():
+            if number is not None and isinstance(ref(), torch.UntypedStorage):
+                size, _, owner = self.storages[number]
+                sizes[owner] = sizes.get(owner, 0) + size
+        return sizes
+
     def rows(self) -> dict[str, Any]:
         """The parts of a StepGraph that were written down."""
         self._refs.clear()
@@ -266,12 +320,16 @@ class Tracer(Recorder):
             "calls": tuple(self.module_calls),
         }
 
-    # ---- time -----------------------------------------------------------------------------------------------
+    # ---- time and workspaces --------------------------------------------------------------------------------
 
-    def _time(self, op: Operator, args: Any, kwargs: Any) -> float:
-        """Seconds of the operation: the median of repeats on the same input, after one to warm up."""
-        if op.keep is not None or op.swaps_memory:
-            return 0.0
+    def _measured(self, run: Callable[[], Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+        device = device_of(args, kwargs)
+        self.workspaces = self.workspaces and (device.type != "cpu" or measurable())
+        self.on_cpu = self.on_cpu and device.type == "cpu"
+        return run_measured(run, device)
+
+    def _try(self, op: Operator, args: Any, kwargs: Any) -> tuple[float, int]:
+        """Seconds of the operation, the median of repeats on the same input, after one that shows its workspace."""
         drew = drawn(op, args, kwargs) if op.random else None
         written = _distinct(tensors_at((*op.writes, *op.undeclared), args, kwargs))
         copies = {t.untyped_storage()._cdata: clone_storage(t) for t in written}
@@ -280,16 +338,19 @@ class Tracer(Recorder):
         generators = [(value, value.get_state()) for value in kwargs.values() if isinstance(value, torch.Generator)]
         try:
             times = []
-            for _ in range(self.repeats + 1):
-                start = time.perf_counter()
+            clock = _clock(args)
+            out, workspace = self._measured(partial(op.call, *args, **kwargs), args, kwargs)
+            del out
+            for _ in range(self.repeats):
+                start = clock()
                 op.call(*args, **kwargs)
                 _synchronize(args)
-                times.append(time.perf_counter() - start)
+                times.append(clock() - start)
         finally:
             randomness.leave(before)
             for generator, state in generators:
                 generator.set_state(state)
-        return statistics.median(times[1:])
+        return statistics.median(times), workspace
 
 
 def _on_copies(args: Any, kwargs: Any, copies: dict[int, Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -306,6 +367,12 @@ def _on_copies(args: Any, kwargs: Any, copies: dict[int, Tensor]) -> tuple[list[
     if not copies:
         return list(args), kwargs
     return [swap(value) for value in args], {key: swap(value) for key, value in kwargs.items()}
+
+
+def _clock(args: Any) -> Callable[[], float]:
+    """The clock for an operation: where one thread does it all, CPU time, which other processes disturb little."""
+    alone = torch.get_num_threads() == 1 and device_of(args, {}).type == "cpu"
+    return time.thread_time if alone else time.perf_counter
 
 
 def _synchronize(args: Any) -> None:

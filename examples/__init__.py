@@ -1,0 +1,1 @@
+"""Programs that show lowtide at work; each is run with ``python -m examples.NAME``."""

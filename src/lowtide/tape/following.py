@@ -1,0 +1,343 @@
+"""Following: take a known step without looking at each operation.
+
+    first call     which of the known programs begins like this?         none: record the step
+    every call     same function, same arguments, same global state?     no: record from here on
+    saved tensors  in the order in which they were saved before: a ticket or the tensor itself
+    first ticket   the tape is written from the program (program.py)
+
+A step is known once it was recorded twice with the same calls. So the wrong thing can only be recomputed if a step
+makes the same calls as before and yet computes something else, and what decides that is compared: functions,
+arguments, which tensor is which, version counters, torch's global state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from lowtide.tape import randomness
+from lowtide.tape.backwards import backwards
+from lowtide.tape.buffers import Buffer, alias, clone_storage
+from lowtide.tape.library import PROGRAMS, Shelf
+from lowtide.tape.program import Instance, LateTicket, Program
+from lowtide.tape.scribing import Scribe, ScribingRecorder
+from lowtide.tape.sites import watch
+from lowtide.tape.tickets import Save, keep, unpack
+from lowtide.tape.transcript import (
+    CONSTANT,
+    EXTERNAL,
+    PARAMETER,
+    RESULT,
+    SEQUENCE,
+    SILENT,
+    Call,
+    Meta,
+    Pattern,
+    at,
+    backends,
+    is_foreign,
+    meta_of,
+    name_of,
+    transformed,
+)
+from lowtide.tape.transforms import hooks_allowed, pop_hooks, push_hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lowtide.tape.policy import Policy
+    from lowtide.tape.recorder import Recorder
+
+
+def _nothing() -> None:
+    return None
+
+
+class Follower(TorchFunctionMode):
+    """Takes one step along a known program, and hands over to a recorder where the step leaves it."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        recorder: ScribingRecorder,
+        begin: Callable[[Recorder], None],
+        end: Callable[[Recorder], None],
+    ) -> None:
+        super().__init__()
+        self.shelf = shelf
+        self.recorder = recorder  # takes over where the step is not known
+        self.begin, self.end = begin, end
+        self.recording = False
+        self.entered = False
+        self.scribe: Scribe | None = None
+        self.program: Program | None = None
+        self.calls: list[Call] = []
+        self.next = 0
+        self.now: Call | None = None
+        self.nth = 0
+        self.lost = False
+        self.over = False  # backward has begun
+        self.seen: list[Any] = []
+        self.owners: dict[int, tuple[int, int]] = {}
+        self.instance: Instance | None = None
+        self.open: list[Module] = []
+
+    # ---- begin and end --------------------------------------------------------------------------------------
+
+    def start(self) -> Follower | Recorder:
+        """Look at this thread's calls and saved tensors; returns who decides what is kept."""
+        if not self.shelf.programs:
+            self._begin_to_record(scribe=self.shelf.writes)
+        else:
+            push_hooks(self.pack, unpack)
+            watch.start(self.open.append, self._closed)
+            backwards.wrap(self.step_aside)
+        if self.scribe is not None or not self.recording:
+            self.entered = True
+            self.__enter__()
+        return self.recorder if self.recording else self
+
+    def stop(self) -> None:
+        """Undo ``start``."""
+        if self.entered:
+            self.__exit__(None, None, None)
+        if self.recording:
+            try:
+                self.recorder.finish()
+            finally:
+                self.recorder.forget()
+                self.scribe = None
+                self.end(self.recorder)
+            return
+        self._let_go()
+        self.instance = None  # autograd's graph holds the hooks, and with them this
+        if self.program is not None:
+            self.program.followed += 1
+            notes = self.recorder.ledger.notes
+            for row, count in self.program.notes.items():
+                notes[row] = notes.get(row, 0) + count
+
+    def _let_go(self) -> None:
+        backwards.unwrap(self.step_aside)
+        if self.program is None:
+            watch.stop()
+        pop_hooks()
+
+    def _closed(self, module: Module, _: Any) -> None:
+        while self.open and self.open.pop() is not module:
+            pass
+
+    def record(self) -> None:
+        """Record the step from here on; not inside of a transform, where no hooks may be set."""
+        self.lost = True
+        if self.recording or self.over or transformed() is not None or not hooks_allowed():
+            return
+        self._let_go()
+        if self.program is None:
+            self._begin_to_record(scribe=len(self.shelf.programs) < PROGRAMS and not self.shelf.hopeless)
+            for module in self.open:
+                self.recorder.enter_module(module)
+            return
+        self.shelf.miss(self.program)
+        call = self.calls[min(self.next, len(self.calls) - 1)]
+        self._begin_to_record(scribe=False)
+        for ref in call.modules:
+            module = ref()
+            if module is not None:
+                self.recorder.enter_module(module)
+                frame = self.recorder.frame
+                frame.call = max(0, call.counts.get(frame.home.path, 1) - 1)
+        self.recorder.calls.update(call.counts)
+
+    def _begin_to_record(self, *, scribe: bool) -> None:
+        self.recording = True
+        if self.program is None:
+            self.recorder.learned = self._learn
+            self.recorder.noted = dict(self.recorder.ledger.notes)
+            self.scribe = Scribe(self.recorder) if scribe else None
+        self.begin(self.recorder)
+
+    def _learn(self) -> None:
+        before, after = self.recorder.noted, self.recorder.ledger.notes
+        notes = {row: count - before.get(row, 0) for row, count in after.items() if count != before.get(row, 0)}
+        self.shelf.learn(self.recorder, self.scribe, notes)
+
+    # ---- calls ----------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.scribe is not None:
+            return self.scribe.__torch_function__(func, types, args, kwargs)
+        if self.recording or self.over:
+            return func(*args, **kwargs)
+        if self.program is None and not self.lost:
+            self._choose(func, args, kwargs)
+        if self.program is not None and not self.lost and self.next < len(self.calls):
+            call = self.calls[self.next]
+            if (call.func is func or call.func == func) and self._same(call, args, kwargs):
+                return self._run(call, args, kwargs)
+        return self._stray(func, types, args, kwargs)
+
+    def _stray(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is not the next one of the program."""
+        if not self.lost:
+            if name_of(func) in SILENT:
+                return func(*args, **kwargs)
+            if is_foreign(func):
+                with self:
+                    return func(*args, **kwargs)
+        self.record()
+        if self.recording:
+            return self.__torch_function__(func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _choose(self, func: Any, args: Any, kwargs: Any) -> None:
+        if name_of(func) in SILENT or is_foreign(func):
+            return
+        for program in self.shelf.programs:
+            call = program.calls[0]
+            self.seen = [_nothing] * program.tensors
+            if call.func == func and self._same(call, args, kwargs) and program.fits() and call.backends == backends():
+                watch.stop()
+                self.seen = [_nothing] * program.tensors
+                self.program, self.calls = program, program.calls
+                self.instance = Instance(program)
+                return
+
+    def _same(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is the known one."""
+        if len(args) != len(call.args) or len(kwargs) != len(call.kwargs) or not call.guard.check():
+            return False
+        seen = self.seen
+        try:
+            for value, pattern in zip(args, call.args, strict=True):
+                kind, one, two = pattern
+                if kind == RESULT:
+                    if seen[one]() is not value or (two is not None and value._version != two):
+                        return False
+                elif (kind != CONSTANT or value is not one) and not self._fits(value, pattern):
+                    return False
+            for key, pattern in call.kwargs.items():
+                if key not in kwargs or not self._fits(kwargs[key], pattern):
+                    return False
+        except RuntimeError:  # an inference tensor has no version
+            return False
+        return not call.chooses or call.backends == backends()
+
+    def _fits(self, value: Any, pattern: Pattern) -> bool:
+        kind, one, two = pattern
+        if kind == RESULT:
+            return self.seen[one]() is value and (two is None or value._version == two)
+        if kind == CONSTANT:
+            return value is one or (type(value) is two and value == one and bool(value or repr(value) == repr(one)))
+        if kind == PARAMETER:
+            return one() is value
+        if kind == EXTERNAL:
+            return self._is_external(value, one, *two)
+        if kind == SEQUENCE:
+            return type(value) is two and len(value) == len(one) and all(map(self._fits, value, one))
+        parts = (value.start, value.stop, value.step) if type(value) is slice else ()
+        return bool(parts) and all(map(self._fits, parts, one))
+
+    def _is_external(self, value: Any, number: int, owner: int, distance: int, meta: Meta) -> bool:
+        """Whether a tensor from outside, seen for the first time, is like the known one and lies where that lay."""
+        if type(value) is not Tensor or meta_of(value) != meta or any(ref() is value for ref in self.seen):
+            return False
+        lies = (value.untyped_storage()._cdata, int(value.storage_offset()))
+        if owner == number:
+            self.owners[number] = lies
+        elif self.owners.get(owner) != (lies[0], lies[1] - distance):
+            return False
+        self.seen[number] = weakref.ref(value)
+        return True
+
+    def _run(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """Make the next call of the program, and collect what the tape needs of it."""
+        instance = self.instance
+        assert instance is not None
+        if call.collects:
+            self._collect(call, args, kwargs, instance)
+        self.next += 1
+        self.now, self.nth = call, 0
+        self.lost = True  # unless all goes well
+        out = call.func(*args, **kwargs)
+        self.now = None
+        if self.nth == len(call.packs):
+            self.lost = not self._returned(call, out)
+        return out
+
+    def _collect(self, call: Call, args: Any, kwargs: Any, instance: Instance) -> None:
+        """Take hold of what the tape needs of a call's arguments, and of the random state."""
+        for place, slot, offset in call.roots:
+            tensor = (kwargs if place[0] else args)[place[1]] if len(place) == 2 else at((args, kwargs), place)
+            if type(tensor) is Parameter:
+                instance.roots[slot] = Buffer(None, alias(tensor), tensor._version)
+            else:
+                instance.hold(slot, tensor, offset)
+        for place, slot, offset in call.copies:
+            tensor = at((args, kwargs), place)
+            instance.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
+        if call.draws:
+            instance.states[self.next] = randomness.states_of(call.draws)
+
+    def _returned(self, call: Call, out: Any) -> bool:
+        """Whether a call returned tensors of the known shapes; notes which they are."""
+        try:
+            for place, number, shape in call.results:
+                tensor = at(out, place) if place else out
+                if tensor.shape != shape:
+                    return False
+                self.seen[number] = weakref.ref(tensor)
+        except (AttributeError, IndexError, KeyError, TypeError):  # it returned something else
+            return False
+        return True
+
+    # ---- saved tensors --------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd's pack hook."""
+        call = self.now
+        if call is None or self.nth < 0 or self.nth >= len(call.packs) or type(tensor) not in (Tensor, Parameter):
+            return self._unexpected(tensor)
+        slot, layout, aliased, held = call.packs[self.nth]
+        if slot >= 0 and (tensor.shape != layout[0] or tensor.stride() != layout[1]):
+            return self._unexpected(tensor)
+        self.nth += 1
+        instance = self.instance
+        assert instance is not None
+        if held is not None:
+            instance.hold(held[0], tensor, held[1])
+        if slot < 0:
+            return (alias(tensor) if aliased else tensor, tensor._version)
+        ticket = LateTicket(instance, slot, layout, Save(tensor))
+        instance.tickets.append(weakref.ref(ticket))
+        return ticket
+
+    def _unexpected(self, tensor: Tensor) -> Any:
+        self.nth = -1  # this call is not the known one: record after it
+        if not self.over:
+            self.lost = True
+        with torch._C.DisableTorchFunction():
+            return keep(tensor, True)
+
+    # ---- what others ask of a recorder ----------------------------------------------------------------------
+
+    def step_aside(self, creates_graph: bool, run: Callable[[], Any]) -> Any:
+        """A backward pass begins inside the recording."""
+        self.over = True
+        return run()
+
+    def use(self, policy: Policy) -> Policy:
+        """Let another policy decide from here on."""
+        self.record()
+        return self.recorder.use(policy)
+
+    def restore_point(self, output: Any) -> None:
+        """What is not known to be dropped is kept."""

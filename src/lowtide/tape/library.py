@@ -1,0 +1,122 @@
+"""What is known of the steps that were taken, and when a step may be followed at all."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.tape.program import Program, program_of
+from lowtide.tape.transcript import PARAMETER, RESULT, Call, Flaw, name_of, same_call, transformed
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from lowtide.tape.scribing import Scribe, ScribingRecorder
+
+_ATTEMPTS = 16
+"""Steps recorded in a row after which steps that never repeat themselves are given up."""
+PROGRAMS = 6
+"""Programs under one policy at one place: one for each model and combination of shapes."""
+_MISSES = 3
+"""Times a program is left halfway, after which it is given up unless it was followed ten times as often."""
+
+
+class Shelf:
+    """What is known of the steps taken under one policy at one place of the user's code."""
+
+    def __init__(self) -> None:
+        self.programs: list[Program] = []
+        self.recorded = 0  # steps recorded since a program was found
+        self.surveys: set[int] = set()  # operations of steps that were recorded without a transcript
+        self.drafts: dict[Any, list[Call]] = {}  # transcripts by how they begin
+        self.flaws: dict[Any, str] = {}  # why steps that begin so are not followed
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether to record every step and be done with it."""
+        return not self.programs and self.recorded > _ATTEMPTS
+
+    @property
+    def writes(self) -> bool:
+        """Whether the next recorded step is to have a transcript.
+
+        In turn two steps without and two with: a transcript changes how some of torch's own functions compute, which
+        shows in the operations.
+        """
+        return self.recorded % 4 >= 2
+
+    def learn(self, recorder: ScribingRecorder, scribe: Scribe | None, notes: dict[Any, int]) -> None:
+        """Take in a recorded step; with an equal one before it becomes a program."""
+        self.recorded += 1
+        operations = hash(tuple(recorder.operations))
+        if scribe is None:
+            self.surveys.add(operations)
+            return
+        if operations not in self.surveys or not scribe.calls:
+            return
+        key = beginning(scribe.calls[0])
+        if key in self.flaws or len(self.programs) >= PROGRAMS:
+            return
+        calls, self.drafts[key] = self.drafts.get(key), scribe.calls
+        if calls is None or len(calls) != len(scribe.calls) or not all(map(same_call, calls, scribe.calls)):
+            return
+        del self.drafts[key]
+        try:
+            self.programs.append(program_of(scribe, recorder, notes))
+            self.recorded = 0
+        except Flaw as flaw:
+            self.flaws[key] = str(flaw)
+
+    def miss(self, program: Program) -> None:
+        """A step left a program halfway."""
+        program.missed += 1
+        if program.missed >= _MISSES and program.followed < 10 * program.missed and program in self.programs:
+            self.programs.remove(program)
+            self.flaws[beginning(program.calls[0])] = "the step changes from time to time"
+
+
+def beginning(call: Call) -> Any:
+    """What tells steps apart by their first call: its function, parameters and the shapes of other tensors."""
+    return (
+        name_of(call.func),
+        *(id(one()) if kind == PARAMETER else two[2][0] for kind, one, two in call.leaves() if kind != RESULT),
+    )
+
+
+_local = threading.local()
+_SHELVES = 32
+
+
+def shelf_of(*key: Hashable) -> Shelf:
+    """What this thread knows of the steps taken under a policy; the least recently used are forgotten."""
+    shelves: OrderedDict[Any, Shelf] | None = getattr(_local, "shelves", None)
+    if shelves is None:
+        shelves = _local.shelves = OrderedDict()
+    shelf = shelves.get(key)
+    if shelf is None:
+        shelf = shelves[key] = Shelf()
+        if len(shelves) > _SHELVES:
+            shelves.popitem(last=False)
+    shelves.move_to_end(key)
+    return shelf
+
+
+def may_follow() -> bool:
+    """Whether nothing is in force on this thread that sees the difference between following and recording."""
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and transformed() is None
+        and not _compiled()
+    )
+
+
+def _compiled() -> bool:
+    """Whether anything was compiled in this process: compiled code looks at the modes in force."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters)

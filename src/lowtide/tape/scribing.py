@@ -1,0 +1,201 @@
+"""Scribing: a step is recorded, and beside the tape the calls are written down that it belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from lowtide.tape import randomness
+from lowtide.tape.buffers import Buffer
+from lowtide.tape.recipes import next_order
+from lowtide.tape.recorder import Recorder
+from lowtide.tape.tickets import Ticket
+from lowtide.tape.transcript import (
+    ESCAPES,
+    SILENT,
+    Call,
+    Flaw,
+    Place,
+    Transcriber,
+    backends,
+    byte_offset,
+    is_foreign,
+    name_of,
+    tensors_with_places,
+    transformed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+_DATA_DEPENDENT = {
+    tag for name in ("data_dependent_output", "dynamic_output_shape") if (tag := getattr(torch.Tag, name, None))
+}
+
+
+Leaf = tuple[Place, int, int, int]
+"""A tensor among the arguments of a call: where, storage, version, offset in bytes."""
+
+
+class Trace:
+    """What happened below one call."""
+
+    __slots__ = ("first", "last", "leaves", "offsets", "packs", "peeks", "results", "states")
+
+    def __init__(self, first: int, leaves: list[Leaf], states: dict[torch.device, Tensor]) -> None:
+        self.first = first  # numbers of the recipes made
+        self.last = first
+        self.leaves = leaves
+        self.states = states  # of the random generators before it
+        self.packs: list[tuple[Tensor | None, Any]] = []  # what autograd saved and was given
+        self.offsets: list[int] = []  # of what was saved, in bytes
+        self.peeks = False  # it looked at data
+        self.results = False  # it returned tensors
+
+
+class ScribingRecorder(Recorder):
+    """A recorder that also notes which call each part of the tape belongs to."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.operations: list[int] = []
+        self.traces: list[Trace] = []
+        self.now: Trace | None = None
+        self.private: dict[int, tuple[Buffer, int, Place, int]] = {}
+        self.flaw: str | None = None
+        self.over = False
+        self.counts: dict[str, int] = {}
+        self.learned: Callable[[], None] | None = None  # called once, when the program ends
+        self.noted: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.paused and not self.over:
+            self.operations.append(id(func))
+            tags = getattr(func, "tags", ())
+            if self.now is not None and tags and not _DATA_DEPENDENT.isdisjoint(tags):
+                self.now.peeks = True
+        elif self.over and not self.paused and getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            self.flaw = "something is written after backward, inside of the recording"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def open_call(self, call: Call, args: Any, kwargs: Any) -> None:
+        """A call of a torch function begins."""
+        found = [(place, tensor) for place, tensor in tensors_with_places((args, kwargs))]
+        leaves = [
+            (place, tensor.untyped_storage()._cdata, tensor._version, byte_offset(tensor)) for place, tensor in found
+        ]
+        devices = {tensor.device for _, tensor in found if tensor.device.type != "meta"} | {torch.device("cpu")}
+        self.now = Trace(next_order(), leaves, dict(randomness.states_of(devices)))
+        self.traces.append(self.now)
+        frames = [*self.frames, self.frame]
+        call.modules = tuple(weakref.ref(frame.module) for frame in frames if frame.module is not None)
+        if self.counts != self.calls:
+            self.counts = dict(self.calls)
+        call.counts = self.counts
+
+    def close_call(self, call: Call, out: Any) -> None:
+        """The call has returned."""
+        assert self.now is not None
+        self.now.last = next_order()
+        self.now.results = bool(call.results)
+        self.now = None
+
+    def hand_over(self, tensor: Tensor, saver: FrameType) -> Any:
+        packed = super().hand_over(tensor, saver)
+        if self.now is None or type(tensor) not in (Tensor, Parameter):
+            self.flaw = "autograd saved something outside of a torch function, or a tensor of another class"
+            return packed
+        self.now.offsets.append(byte_offset(tensor))
+        if type(packed) is tuple:
+            self.now.packs.append((tensor if packed[0] is tensor else None, packed))
+        elif type(packed) is Ticket and packed.save is not None:
+            self.now.packs.append((None, (packed.buffer, packed.layout, packed.save)))
+        else:
+            self.flaw = "something was saved in a way that is not followed"
+        return packed
+
+    def copied(self, buffer: Buffer, original: Tensor) -> None:
+        storage = original.untyped_storage()._cdata
+        if self.now is not None:
+            for place, leaf, version, offset in self.now.leaves:
+                if leaf == storage and version == original._version:
+                    self.private[id(buffer)] = (buffer, len(self.traces) - 1, place, offset)
+                    return
+
+    def use(self, policy: Any) -> Any:
+        self.flaw = "another policy came into force inside of the recording"
+        return super().use(policy)
+
+    def finish(self) -> None:
+        """The program ends: with the recording, or when backward begins inside of it."""
+        learned, self.learned = self.learned, None
+        self.over = True
+        if learned is not None:
+            learned()
+
+    def forget(self) -> None:
+        """Let go of what was noted: autograd's graph holds the hooks, and with them this."""
+        self.traces, self.private, self.learned, self.now = [], {}, None, None
+
+    def step_aside(self, creates_graph: bool, run: Any) -> Any:
+        self.finish()
+        return super().step_aside(creates_graph, run)
+
+
+class Scribe(TorchFunctionMode):
+    """Writes the transcript of a step that is recorded at the same time."""
+
+    def __init__(self, recorder: ScribingRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.transcriber = Transcriber()
+        self.calls: list[Call] = []
+        self.flaw: str | None = None
+        self._guard: Any = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.flaw is not None or self.recorder.over or name_of(func) in SILENT:
+            return func(*args, **kwargs)
+        if is_foreign(func):
+            with self:
+                return func(*args, **kwargs)
+        try:
+            call = self._describe(func, args, kwargs)
+        except Flaw as flaw:
+            self.flaw = f"{name_of(func)}: {flaw}"
+            return func(*args, **kwargs)
+        self.recorder.open_call(call, args, kwargs)
+        self.calls.append(call)
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            self.flaw = f"{name_of(func)} raised"
+            raise
+        call.results = [
+            (place, self.transcriber.number(tensor), tensor.shape) for place, tensor in tensors_with_places(out)
+        ]
+        self.recorder.close_call(call, out)
+        return out
+
+    def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if name_of(func) in ESCAPES:
+            raise Flaw("memory escapes from torch's sight")
+        if transformed() is not None:
+            raise Flaw("a torch.func transform")
+        call = Call(func)
+        call.args = tuple(map(self.transcriber.pattern, args))
+        call.kwargs = {key: self.transcriber.pattern(value) for key, value in kwargs.items()}
+        if self._guard is None or not self._guard.check():
+            self._guard = torch._C._dynamo.guards.GlobalStateGuard()
+        call.guard = self._guard
+        call.backends = backends()
+        return call

@@ -1,0 +1,255 @@
+"""What a step asks torch for: its calls in order, with everything that decides what they compute.
+
+    transcript  call 0: linear(external 0, parameter w) -> result 0      below it: addmm, view; saves external 0
+                call 1: gelu(result 0) -> result 1                       below it: gelu; saves result 0
+                ...
+
+The operations below a call follow from the call: function, arguments, torch's global state. So a later step that makes
+the same calls on the same parameters computes the same operations, and its tape need not be written operation by
+operation again (following.py). What breaks this reasoning is a *flaw*: then every step is recorded.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lowtide.tape.buffers import MADE
+
+CONSTANT, RESULT, PARAMETER, EXTERNAL, SEQUENCE, SLICE = range(6)
+Pattern = tuple[int, Any, Any]
+"""Kind of an argument and two values that it is compared with."""
+Place = tuple[Any, ...]
+"""Where in (arguments, keyword arguments) or in a result something is: a chain of indices and keywords."""
+
+_CONSTANTS = frozenset({
+    int, float, bool, complex, str, type(None), type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+ESCAPES = frozenset({
+    "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_",
+    "set_", "resize_", "resize_as_", "__set__", "__cuda_array_interface__", "record_stream", "from_numpy", "frombuffer",
+    "apply_", "map_", "map2_",
+})  # fmt: skip
+"""Functions through which memory gets out of torch's sight, or is exchanged, or Python code is run."""
+SILENT = frozenset(
+    {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "grad", "__repr__"}
+)
+"""Functions that compute nothing of a forward pass."""
+
+Meta = tuple[Any, ...]
+
+
+def meta_of(tensor: Tensor) -> Meta:
+    """What of a tensor, besides its contents and where they are, decides how operations treat it."""
+    return (
+        tensor.shape,
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.stride(),
+        tensor.device,
+        tensor.layout,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_leaf,
+    )
+
+
+def byte_offset(tensor: Tensor) -> int:
+    """Where in its storage a tensor begins, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+class ParameterRef(weakref.ref[Tensor]):
+    """A weak reference that equals another if both are to the same parameter; comparing tensors compares values."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, weakref.ref) and self() is not None and self() is other()
+
+    __hash__ = object.__hash__
+
+
+class Flaw(Exception):
+    """Why a step cannot be followed."""
+
+
+class Call:
+    """One call of a torch function, as it was made once."""
+
+    __slots__ = (
+        "args",
+        "backends",
+        "chooses",
+        "collects",
+        "copies",
+        "counts",
+        "draws",
+        "func",
+        "guard",
+        "kwargs",
+        "modules",
+        "packs",
+        "results",
+        "roots",
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.args: tuple[Pattern, ...] = ()
+        self.kwargs: dict[str, Pattern] = {}
+        self.results: list[tuple[Place, int, torch.Size]] = []  # tensors that it returned: where, number, shape
+        self.guard: Any = None  # torch's global state
+        self.backends: tuple[bool, ...] | None = None
+        self.collects = False  # it has roots, copies or draws
+        self.chooses = False  # what it computes depends on them
+        self.modules: tuple[Any, ...] = ()  # weak references to the modules then running, outermost first
+        self.counts: dict[str, int] = {}  # how often each module had been called
+        # What a follower has to do around it, by the program made from the transcript:
+        self.roots: list[tuple[Place, int, int]] = []  # arguments to hold: where, slot, offset in bytes
+        self.copies: list[tuple[Place, int, int]] = []  # arguments to copy before the call
+        self.draws: tuple[torch.device, ...] = ()  # devices whose random state it draws from
+        self.packs: list[Any] = []  # see program.py
+
+    def leaves(self) -> list[Pattern]:
+        """The patterns of the tensors among its arguments."""
+        found, pending = [], [*self.args, *self.kwargs.values()]
+        while pending:
+            pattern = pending.pop()
+            if pattern[0] in (SEQUENCE, SLICE):
+                pending += pattern[1]
+            elif pattern[0] != CONSTANT:
+                found.append(pattern)
+        return found
+
+    def externals(self) -> list[int]:
+        """The numbers of tensors that it saw first."""
+        return [number for kind, number, _ in self.leaves() if kind == EXTERNAL]
+
+    def parameters(self) -> list[tuple[weakref.ref[Tensor], Meta]]:
+        """Weak references to the parameters among its arguments, and what they were."""
+        return [(ref, meta) for kind, ref, meta in self.leaves() if kind == PARAMETER]
+
+
+class Transcriber:
+    """Turns values into patterns and numbers the tensors it has seen."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.externals: set[int] = set()
+        self.owners: dict[int, Tensor] = {}  # by storage: the first tensor from outside that lies in it
+        self.count = 0
+
+    def pattern(self, value: Any) -> Pattern:
+        """How an argument is recognised in another step.
+
+        Raises:
+            Flaw: it is of a kind that cannot be compared.
+        """
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            return self._tensor(value)
+        if kind in _CONSTANTS:
+            return (CONSTANT, value, kind)
+        if kind is tuple or kind is list or kind is torch.Size:
+            return (SEQUENCE, tuple(map(self.pattern, value)), kind)
+        if kind is slice:
+            return (SLICE, tuple(map(self.pattern, (value.start, value.stop, value.step))), kind)
+        raise Flaw(f"an argument of type {kind.__name__}")
+
+    def _tensor(self, value: Tensor) -> Pattern:
+        if value.layout is not torch.strided or value.is_inference():
+            raise Flaw("a tensor that is not strided, or an inference tensor")
+        known = self.known.get(id(value))
+        if known is not None and known[0]() is value:
+            return (RESULT, known[1], None if known[1] in self.externals else value._version)
+        storage = value.untyped_storage()
+        if type(value) is Parameter:
+            if self.owners.setdefault(storage._cdata, value) is not value:
+                raise Flaw("parameters that share memory")
+            return (PARAMETER, ParameterRef(value), (*meta_of(value), value.storage_offset()))
+        if hasattr(storage, MADE):
+            raise Flaw("a view that torch's functions did not show")
+        number = self.number(value)
+        self.externals.add(number)
+        owner = self.owners.setdefault(storage._cdata, value)
+        if type(owner) is Parameter:
+            raise Flaw("a view of a parameter")
+        distance = value.storage_offset() - owner.storage_offset()
+        return (EXTERNAL, number, (self.known[id(owner)][1], distance, meta_of(value)))
+
+    def number(self, value: Tensor) -> int:
+        """Give a tensor that is seen for the first time the next number."""
+        known = self.known.get(id(value))
+        if known is not None and known[0]() is value:
+            return known[1]
+        self.known[id(value)] = (weakref.ref(value), self.count)
+        self.count += 1
+        return self.count - 1
+
+
+def same_call(one: Call, other: Call) -> bool:
+    """Whether two transcripts have the same call at this point."""
+    return (
+        one.func == other.func
+        and one.args == other.args
+        and one.kwargs == other.kwargs
+        and one.results == other.results
+        and one.backends == other.backends
+    )
+
+
+def tensors_with_places(value: Any, place: Place = ()) -> list[tuple[Place, Tensor]]:
+    """The tensors in nested sequences and mappings, with where they are."""
+    if isinstance(value, Tensor):
+        return [(place, value)]
+    if isinstance(value, (list, tuple)):
+        return [found for at, item in enumerate(value) for found in tensors_with_places(item, (*place, at))]
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in tensors_with_places(item, (*place, key))]
+    return []
+
+
+def at(value: Any, place: Place) -> Any:
+    """What is at ``place`` in ``value``."""
+    for step in place:
+        value = value[step]
+    return value
+
+
+def backends() -> tuple[bool, ...]:
+    """Switches, besides those in torch's own guard, by which functions choose their operations."""
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        c._get_mkldnn_enabled(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_nnpack_enabled(),
+    )
+
+
+def name_of(func: Any) -> str:
+    """The short name of a torch function."""
+    return str(getattr(func, "__name__", ""))
+
+
+transformed = torch._C._functorch.peek_interpreter_stack
+"""Not None inside of a torch.func transform, where tensors may be wrappers without memory of their own."""
+
+
+def is_foreign(func: Any) -> bool:
+    """Whether a function is another library's, written in Python: what it does may depend on more than arguments."""
+    if not isinstance(func, types.FunctionType):
+        return False
+    module = func.__module__ or ""
+    return module != "torch" and not module.startswith("torch.")
