@@ -86,6 +86,14 @@ def test_an_error_of_ours_becomes_one_text_and_exit_code_1(
     assert shown.err == ("lowtide: blocks.3.mlp, aten.addmm: float32[2, 3] expected, [bold]float32[2][/bold] found\n")
 
 
+def test_an_interrupt_leaves_with_130(put_verb: Callable[..., None]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    put_verb(interrupt)
+    assert leave("demo") == 130
+
+
 def test_an_error_that_is_not_ours_keeps_its_traceback(put_verb: Callable[..., None]) -> None:
     def fail() -> None:
         raise ZeroDivisionError

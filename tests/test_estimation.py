@@ -11,8 +11,9 @@ from torch import nn
 import lowtide
 from estimates import GIB, SETUP, made, too_large
 from lowtide import hardware
+from lowtide.errors import UnitError
 from lowtide.estimation import Setup, Tensor, Traced, estimate, room_bytes
-from lowtide.estimation.estimates import around
+from lowtide.estimation.estimates import around, memory_of
 from lowtide.estimation.limits import largest
 from lowtide.estimation.optimizers import OPTIMIZERS, state_bytes, step_bytes
 from lowtide.estimation.setups import SetupError
@@ -137,6 +138,14 @@ def test_what_surely_fits_is_at_the_upper_end_of_the_band() -> None:
     room = room_bytes(H100.memory_bytes, H100)
     assert around(room, H100)[1] == pytest.approx(H100.memory_bytes, rel=1e-6)
     assert around(room_bytes(GIB, CPU), CPU)[1] <= GIB
+
+
+def test_a_budget_is_an_amount_or_a_share_of_the_hardware() -> None:
+    assert memory_of(None, H100) == H100.memory_bytes
+    assert memory_of("50%", H100) == H100.memory_bytes // 2
+    assert memory_of("12 GiB", H100) == 12 * GIB
+    with pytest.raises(UnitError, match="'half%' is not a percentage"):
+        memory_of("half%", H100)
 
 
 @pytest.mark.parametrize(("gibibytes", "verdict"), [(70, "fits"), (78, "may fit"), (90, "does not fit")])

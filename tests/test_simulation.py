@@ -266,6 +266,45 @@ def test_sites_that_a_graph_does_not_have_cost_nothing() -> None:
     assert simulate(graph, Plan(frozenset({"elsewhere/0:aten.mul.Tensor/0"}))) == simulate(graph, ())
 
 
+def test_a_long_chain_of_recipes_is_forgotten_at_once() -> None:
+    graph = chain(3000)
+    unasked = tuple(event for event in graph.events if event[0] != Event.UNPACK)
+    graph = StepGraph(graph.ops, graph.buffers, graph.storages, graph.saves, unasked)
+    timeline = simulate(graph, range(3000))
+    assert timeline.replays == ()
+    assert timeline.bytes[-1] == graph.resident_bytes
+
+
+# ---- tickets that follow writes that autograd did not count ------------------------------------------------------
+#
+#   x ──▶ 0 ──▶ h ──▶ 1 (in place) ──▶ g ──▶ 2 ──▶ loss       h is saved, then another part of its memory is written
+
+
+def saved_then_written(*, droppable: bool = True) -> StepGraph:
+    sketch = Sketch()
+    x = sketch.root(100)
+    (h,) = sketch.op([x], 200, saves_own=[0])
+    (g,) = sketch.op([h], writes=[h], droppable=droppable)
+    sketch.op([g], 4)
+    return sketch.graph()
+
+
+def test_a_ticket_follows_to_the_last_version_and_holds_both() -> None:
+    graph = saved_then_written()
+    timeline = simulate(graph, {0, 1})
+    unpack = graph.events.index((Event.UNPACK, 0))
+    assert timeline.replays == (0, 1)
+    assert timeline.bytes[unpack] - timeline.bytes[unpack - 1] == 200 + 200  # h stays for its ticket: 1 writes a copy
+    assert timeline.bytes[-1] == 100
+
+
+def test_a_ticket_that_follows_to_kept_memory_holds_that() -> None:
+    graph = saved_then_written(droppable=False)
+    kept, dropped = simulate(graph, ()), simulate(graph, {0})
+    assert dropped.replays == ()
+    assert dropped.bytes == kept.bytes
+
+
 def test_a_deep_chain_recomputed_whole_holds_one_gradient_and_everything_again() -> None:
     graph = chain(50, size=1000)
     assert simulate(graph, range(50)).peak_bytes == simulate(graph, ()).peak_bytes

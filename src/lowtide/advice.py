@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowtide import hardware as catalogue
-from lowtide.estimation.estimates import ACTIVATIONS, GRADIENTS, STATES, TEMPORARIES, WEIGHTS
+from lowtide.estimation.estimates import ACTIVATIONS, GRADIENTS, STATES, TEMPORARIES, WEIGHTS, memory_of
 from lowtide.estimation.fitting import Fit, fit_with
 from lowtide.estimation.limits import Limit, limit
 from lowtide.estimation.setups import Setup, SetupError, Tensor, Traced, Workload
@@ -20,7 +20,7 @@ from lowtide.estimation.trials import CHECKPOINTING, LEVERS, SHARDING, Option, T
 from lowtide.hardware import Accelerator
 from lowtide.tracing import trace
 from lowtide.tracing.stepping import Step
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,7 +169,7 @@ def advise(
     Args:
         step: a callable without arguments that runs the forward pass and returns the loss.
         model: the model that it trains.
-        budget: memory to fit into, such as ``"12 GiB"``; by default all that the hardware has.
+        budget: memory to fit into, such as ``"12 GiB"`` or ``"90%"`` of the hardware's; by default all of that.
         hardware: an accelerator, or its name in the catalogue; by default the one that the model is on.
         optimizer: its name: ``"adamw"``, ``"adamw-fused"``, ``"adamw-8bit"``, ``"sgd"``, ...
         batch: how many samples the step handles; 1 where that is not said.
@@ -187,7 +187,7 @@ def advise(
         >>> print(lowtide.advise(step, model, budget="12 GiB", hardware="a100-80"))  # doctest: +SKIP
     """
     accelerator = _accelerator(hardware, model)
-    memory = accelerator.memory_bytes if budget is None else parse_bytes(budget)
+    memory = memory_of(budget, accelerator)
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     own = OfStep(step, model, accelerator, remake)
     setup = Setup(batch=batch, length=length, precision=precision, attention=own.attention, optimizer=optimizer)
@@ -274,6 +274,11 @@ class OfStep:
     def changes(self) -> frozenset[str]:
         """The sizes that ``remake`` takes, precision, and the attention of models of transformers."""
         return self.sizes | {"precision"} | ({"attention"} if self._switch is not None else set())
+
+    @property
+    def longest(self) -> int | None:
+        """Nobody says."""
+        return None
 
     @property
     def attention(self) -> str:

@@ -32,7 +32,7 @@ def add_line(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(_NOTE + text)
     else:  # Python 3.10 carries notes, but does not print them
-        error.__notes__ = [*getattr(error, "__notes__", ()), _NOTE + text]  # type: ignore[attr-defined]
+        error.__notes__ = [*getattr(error, "__notes__", ()), _NOTE + text]
 
 
 def largest(sizes: Mapping[str, int]) -> str:

@@ -85,7 +85,7 @@ class Interception:
     def _replace(self, kind: type) -> None:
         own, users = self._classes.get(kind, (kind.__dict__.get("__call__"), 0))
         if not users:
-            kind.__call__ = self._wrapper(kind.__call__)  # type: ignore[operator]
+            kind.__call__ = self._wrapper(kind.__call__)  # type: ignore[method-assign]
         self._classes[kind] = (own, users + 1)
 
     def _forget(self, key: int, kind: type, died: Observer | None = None) -> None:
@@ -101,9 +101,9 @@ class Interception:
             return
         del self._classes[kind]
         if own is None:
-            del kind.__call__  # type: ignore[operator]
+            del kind.__call__
         else:
-            kind.__call__ = own  # type: ignore[operator]
+            kind.__call__ = own  # type: ignore[method-assign]
 
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         observers, paused = self._observers, self._paused

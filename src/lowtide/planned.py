@@ -25,6 +25,10 @@ class _Planned(Policy):
     inside: dict[str, _Inside] = field(repr=False, compare=False, hash=False)
     places = True
 
+    @property
+    def keeps_all(self) -> bool:
+        return not self.plan.recompute
+
     def __call__(self, op: Op) -> bool:
         return op.site not in self.plan.recompute
 

@@ -22,6 +22,10 @@ class _Constant(Policy):
         self._name = name
         self._keep = keep
 
+    @property
+    def keeps_all(self) -> bool:
+        return self._keep
+
     def __call__(self, op: Op) -> bool:
         return self._keep
 

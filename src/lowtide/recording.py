@@ -94,7 +94,7 @@ class Recording:
         outer = active()
         if outer is not None:
             self._open.append((None, outer.use(self.policy)))
-        elif not torch.is_grad_enabled() or not hooks_allowed():
+        elif self.policy.keeps_all or not torch.is_grad_enabled() or not hooks_allowed():
             self._open.append((None, None))
         else:
             depth = len(self._open)

@@ -140,5 +140,5 @@ def _add(error: Exception, text: str) -> None:
 
 
 def _empty_caches() -> None:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

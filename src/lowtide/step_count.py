@@ -14,7 +14,7 @@ from lowtide.tracing.counting import LiveBytes, distinct_bytes
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class _Counter(LiveBytes):
+class _Counter(LiveBytes):  # type: ignore[no-untyped-call]
     """Lets compiled code run compiled; what happens inside it is not counted."""
 
     supports_higher_order_operators = True
@@ -43,11 +43,11 @@ class StepCount:
         return self._counter.peak + self._counter.inputs + self._resident
 
     def __enter__(self) -> StepCount:
-        self._counter.__enter__()
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._counter.__exit__(*exc)
+        self._counter.__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
 def countable(models: Sequence[nn.Module], inputs: Iterable[Tensor]) -> bool:

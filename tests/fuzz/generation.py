@@ -225,6 +225,10 @@ def draw_body(bench: Workbench, length: int) -> None:
         bench.add(choose_rule(bench.rng), (*scopes, *record) if around else (*record, *scopes), bench.body)
 
 
+FOLLOWED = 7
+"""Steps after which a program that repeats itself is no longer recorded, but followed."""
+
+
 def draw_conduct(rng: random.Random) -> Conduct:
     steps = rng.choice([1, 1, 1, 2, 2])
     inside = rng.random() < 0.35
@@ -249,6 +253,8 @@ def draw_program(seed: int, tally: Tally | None = None) -> Program:
     learning = [n for n, value in bench.pool().items() if isinstance(value, Tensor) and value.requires_grad]
     tensors = [n for n, value in bench.pool().items() if isinstance(value, Tensor)]
     conduct = draw_conduct(rng)
+    if seed % 3 == 0 and not conduct.interleaved:
+        conduct = dataclasses.replace(conduct, steps=FOLLOWED)
     ends_recorded = bool(bench.body) and RECORD in bench.body[-1].scopes
     scopes = (RECORD,) if ends_recorded and (conduct.inside or rng.random() < 0.8) else ()
     held = tuple(n for n in tensors if rng.random() < 0.12)

@@ -44,7 +44,7 @@ def foretold_and_measured(reshard: bool) -> tuple[int, int]:
 def test_the_peak_of_a_rank_is_foretold(reshard: bool) -> None:
     for foretold, measured in on_ranks(foretold_and_measured, reshard):
         assert measured <= 1.02 * foretold
-        assert foretold <= 1.15 * measured
+        assert foretold <= 1.2 * measured  # the scratch of gloo is seen when it is read, and counted all the time
 
 
 def test_the_peak_of_one_of_64_ranks_is_foretold_in_one_process() -> None:

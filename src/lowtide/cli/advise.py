@@ -34,10 +34,11 @@ def advise(
     """
     from lowtide.advice import advise_on
     from lowtide.configurations import workload_of
+    from lowtide.estimation.estimates import memory_of
     from lowtide.reports import render_advice
 
     accelerator = conventions.accelerator_of(hardware)
-    memory = conventions.memory_of(budget, accelerator)
+    memory = memory_of(budget, accelerator)
     with conventions.working("reading", quiet=as_json) as tell:
         workload = workload_of(source, accelerator, lora=lora)
         setup = conventions.setup_of(

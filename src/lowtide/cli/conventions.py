@@ -69,21 +69,6 @@ def accelerator_of(text: str) -> Accelerator:
     return hardware.load(text) if text.endswith(".json") else hardware.find(text)
 
 
-def memory_of(budget: str | None, accelerator: Accelerator) -> int:
-    """The bytes to fit into: an amount, a share of the hardware's memory, or all of that."""
-    from lowtide.units import parse_bytes
-
-    if budget is None:
-        return accelerator.memory_bytes
-    if not budget.strip().endswith("%"):
-        return parse_bytes(budget)
-    try:
-        share = float(budget.strip()[:-1])
-    except ValueError:
-        raise LowtideError(f"{budget!r} is not a percentage; write for example '80%'.") from None
-    return int(accelerator.memory_bytes * share / 100)
-
-
 def setup_of(workload: Configured | Scripted, **settings: Any) -> Setup:
     """A setup in which a batch or length that was not given is the workload's own."""
     from dataclasses import replace

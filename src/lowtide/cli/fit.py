@@ -39,10 +39,11 @@ def fit(
     """
     from lowtide.configurations import workload_of
     from lowtide.estimation import fit as fit_workload
+    from lowtide.estimation.estimates import memory_of
     from lowtide.reports import render_fit
 
     accelerator = conventions.accelerator_of(hardware)
-    memory = conventions.memory_of(budget, accelerator)
+    memory = memory_of(budget, accelerator)
     targets = tuple(part.strip() for part in lora_targets.split(",") if part.strip())
     with conventions.working("reading", quiet=as_json) as tell:
         workload = workload_of(source, accelerator, lora=lora, targets=targets, frozen=tuple(freeze or ()))

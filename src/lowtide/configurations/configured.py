@@ -51,6 +51,11 @@ class Configured:
     def _attention(self) -> set[str]:
         return {"attention"} if reading.attention_of(self.kind, None) == "efficient" else set()
 
+    @property
+    def longest(self) -> int | None:
+        """The positions that the configuration names, for texts."""
+        return inputs.longest(self.config) if self.feed.kind.startswith("text") else None
+
     def attention(self, wanted: str | None) -> str:
         """How attention is computed, by default the better way that the model knows."""
         return reading.attention_of(self.kind, wanted)
@@ -129,8 +134,8 @@ class Configured:
     def _remarks(self, setup: Setup) -> Iterator[str]:
         if self.feed.remark:
             yield self.feed.remark
-        most, length = inputs.longest(self.config), self.length(setup.length)
-        if most is not None and self.feed.kind.startswith("text") and length > most:
+        most, length = self.longest, self.length(setup.length)
+        if most is not None and length > most:
             yield f"the configuration has {most} positions, and {length} tokens are asked for"
         if setup.attention == "plain" and not self._attention:
             yield "the model's code has no fused attention"

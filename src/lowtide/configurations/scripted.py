@@ -64,6 +64,11 @@ class Scripted:
             )
         return own
 
+    @property
+    def longest(self) -> int | None:
+        """Nobody says."""
+        return None
+
     @staticmethod
     def attention(wanted: str | None) -> str:
         """A factory decides itself."""

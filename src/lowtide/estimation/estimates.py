@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lowtide.errors import UnitError
 from lowtide.estimation.optimizers import state_bytes, step_bytes, step_traffic
 from lowtide.estimation.setups import Setup, Traced
 from lowtide.estimation.sharding import link, sharded, traffic_bytes
@@ -13,6 +14,7 @@ from lowtide.hardware import Accelerator
 from lowtide.plan import Plan
 from lowtide.planning import Planner
 from lowtide.simulation import simulate
+from lowtide.units import parse_bytes
 
 EXACT = 0.01
 """How far tensors' bytes may be off: what the trace is tested to."""
@@ -106,6 +108,23 @@ class Estimate:
             },
             "recomputes": 0 if self.plan is None else len(self.plan.recompute),
         }  # fmt: skip
+
+
+def memory_of(budget: int | str | None, accelerator: Accelerator) -> int:
+    """The bytes to fit into: an amount, a share of the hardware's memory, or all of that.
+
+    Raises:
+        UnitError: it is neither.
+    """
+    if budget is None:
+        return accelerator.memory_bytes
+    if not isinstance(budget, str) or not budget.strip().endswith("%"):
+        return parse_bytes(budget)
+    try:
+        share = float(budget.strip()[:-1])
+    except ValueError:
+        raise UnitError(f"{budget!r} is not a percentage; write for example '80%'.") from None
+    return int(accelerator.memory_bytes * share / 100)
 
 
 def room_bytes(memory: int, accelerator: Accelerator) -> int:

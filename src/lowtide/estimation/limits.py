@@ -31,8 +31,12 @@ class Limit:
 def limit(trials: Trials, setup: Setup, what: str) -> Limit:
     """The largest ``what`` that fits, without and with checkpointing."""
     step = STEP[what] if getattr(setup, what) >= 4 * STEP[what] else max(1, STEP[what] // 16)
+    most = trials.workload.longest if what == "length" else None
     plain = largest(setup, what, step, trials.memory, lambda s: trials.plain(s).estimate)
-    return Limit(what, plain, largest(setup, what, step, trials.memory, lambda s: trials.least(s).estimate), step)
+    checkpointed = largest(setup, what, step, trials.memory, lambda s: trials.least(s).estimate)
+    if most is not None:
+        plain, checkpointed = min(plain, most), min(checkpointed, most)
+    return Limit(what, plain, checkpointed, step)
 
 
 def largest(setup: Setup, what: str, step: int, memory: int, need: Callable[[Setup], Estimate]) -> int:

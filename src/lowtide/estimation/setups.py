@@ -138,6 +138,10 @@ class Workload(Protocol):
     def changes(self) -> frozenset[str]:
         """Fields of a setup that can be other than they are: batch, length, precision, attention."""
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens that the model has positions for; None where nobody says."""
+
     def trace(self, setup: Setup) -> Traced:
         """The step under ``setup``; equal trace keys give the same answer.
 

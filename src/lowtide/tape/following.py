@@ -225,7 +225,8 @@ class Follower(TorchFunctionMode):
                 elif (kind != CONSTANT or value is not one) and not self._fits(value, pattern):
                     return False
             for key, pattern in call.kwargs.items():
-                if key not in kwargs or not self._fits(kwargs[key], pattern):
+                value = kwargs.get(key, _nothing)
+                if (pattern[0] != CONSTANT or value is not pattern[1]) and not self._fits(value, pattern):
                     return False
         except RuntimeError:  # an inference tensor has no version
             return False
@@ -291,7 +292,7 @@ class Follower(TorchFunctionMode):
         """Whether a call returned tensors of the known shapes; notes which they are."""
         try:
             for place, number, shape in call.results:
-                tensor = at(out, place) if place else out
+                tensor = out if not place else at(out, place)
                 if tensor.shape != shape:
                     return False
                 self.seen[number] = weakref.ref(tensor)

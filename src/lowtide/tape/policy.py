@@ -52,6 +52,11 @@ class Op:
 class Policy:
     """What to keep. Subclass it, or give any callable ``policy(op) -> bool``; True keeps the op's results."""
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is recomputed, so that there is nothing to record."""
+        return False
+
     def __call__(self, op: Op) -> bool:
         """Whether to keep the results of ``op``."""
         raise NotImplementedError

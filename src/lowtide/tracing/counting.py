@@ -99,4 +99,5 @@ def storage_bytes(tensor: Tensor) -> int:
 
 def distinct_bytes(tensors: Any) -> int:
     """Bytes of the storages behind ``tensors``, each counted once."""
-    return sum({t.untyped_storage()._cdata: storage_bytes(t) for t in tensors if t.layout is torch.strided}.values())
+    strided = [local(t) for t in tensors if t.layout is torch.strided]
+    return sum({t.untyped_storage()._cdata: storage_bytes(t) for t in strided}.values())

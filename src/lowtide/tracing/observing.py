@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.graph import Event, StepGraph
 from lowtide.recording import begin, end
+from lowtide.tape.sharding import local
 from lowtide.tape.sites import Tree
 from lowtide.tracing.counting import distinct_bytes
 from lowtide.tracing.stepping import graph_of
@@ -62,7 +63,7 @@ class Observation:
 
     def _name_gradients(self) -> None:
         """Now, because the loop may let go of them before the next step begins."""
-        there = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        there = [(name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
         numbers = ((self.tracer.known_storage(gradient), name) for name, gradient in there)
         self._gradients |= {number: name for number, name in numbers if number is not None}
         self._untouched_bytes = distinct_bytes(g for _, g in there if self.tracer.known_storage(g) is None)
