@@ -12,7 +12,8 @@ import torch
 import lowtide
 from lowtide import Plan
 from lowtide.interception import interception
-from situations import SITUATIONS, TIGHT, differences
+from situations import differences
+from training_loops import SITUATIONS, TIGHT
 
 ATTACHED: dict[str, dict[str, Any]] = {
     "a budget": {"budget": "75%"},

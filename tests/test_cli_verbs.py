@@ -72,7 +72,7 @@ def test_fit_says_whether_it_fits_and_leaves_with_a_code(config: str, capsys: py
     tight = answer(f"{round(0.9 * fitting['asked']['peak_bytes'])} B", 3)
     assert tight["asked"]["verdict"] == "does not fit"
     assert tight["options"]
-    assert answer("10 KiB", 4)["options"] == []
+    assert answer("1 KiB", 4)["options"] == []
 
 
 def test_fit_prints_the_answer_the_breakdown_and_what_it_assumes(
@@ -209,6 +209,10 @@ def test_what_is_refused_says_where_what_and_what_next(
         ("{", "is no JSON"),
         ("{}", 'has no "model_type"'),
         ('{"model_type": "unheard"}', "has no model 'unheard'"),
+        (
+            '{"model_type": "whisper", "d_model": 32}',
+            "cannot be made of this configuration: embed_dim must be divisible",
+        ),
     ],
 )
 def test_a_broken_configuration_is_named(
@@ -220,7 +224,7 @@ def test_a_broken_configuration_is_named(
 
 
 def test_a_size_that_the_model_cannot_take_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "max_target_positions": 16, "num_mel_bins": 8}
+    sizes = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "max_target_positions": 16, "num_mel_bins": 8}
     path = write_config({"model_type": "whisper", "max_source_positions": 20, **sizes}, tmp_path)
     assert leave("fit", str(path), "--seq", "64") == 1
     shown = capsys.readouterr().err

@@ -165,7 +165,8 @@ def judge(program: Program, setting: Setting, make: MakeRecorder) -> Verdict:
     if verdict.signature.startswith(MODIFIED) and writes_unseen(program):
         return dataclasses.replace(verdict, outcome="refused")
     if verdict.outcome == "fails" and depends_on_modes(program):
-        beside = judge_functions(setup, step, program.conduct, setting, make, bystander_recorder)
+        conduct = dataclasses.replace(program.conduct, steps=min(program.conduct.steps, 2))  # later: no mode is on
+        beside = judge_functions(setup, step, conduct, setting, make, bystander_recorder)
         both_raise = beside.signature.startswith("plain raises") and verdict.signature.startswith("raises")
         if beside.outcome == "agrees" or both_raise:
             return dataclasses.replace(verdict, outcome="torch")

@@ -110,10 +110,9 @@ def build(config: Any, kind: type[nn.Module], dtype: torch.dtype, attention: str
         try:
             model = kind._from_config(config, **settings)  # type: ignore[attr-defined]
         except ValueError as error:
-            raise ConfigurationError(
-                f"{kind.__name__} cannot be made with {attention} attention ({settings['attn_implementation']}): "
-                f"{str(error).splitlines()[0]} Try --attention {'plain' if attention == 'efficient' else 'efficient'}."
-            ) from None
+            text = str(error).partition("\n")[0]
+            cure = " Try --attention plain." if attention == "efficient" and "attention implementation" in text else ""
+            raise ConfigurationError(f"{kind.__name__} cannot be made of this configuration: {text}{cure}") from None
         model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]

@@ -158,7 +158,8 @@ def _degrees(trials: Trials, setup: Setup, levers: tuple[str, ...], degrees: lis
         last = number == len(degrees) - 1
         if plain.estimate.fits or last:
             yield plain
-        if not plain.estimate.fits and not checkpointed:
+        hopeless = trials.prepared(changed).graph.resident_bytes > trials.room
+        if not plain.estimate.fits and not checkpointed and (last or not hopeless):
             option = trials.checkpointed(changed, levers)
             checkpointed = option.estimate.fits
             if checkpointed or last:
