@@ -229,3 +229,58 @@ def test_a_graph_that_is_alive_when_the_handle_is_detached_still_runs_backward()
 
     ours = run(lambda model: lowtide.attach(model, policy=lowtide.policies.recompute_all))
     assert all(torch.equal(a, b) for a, b in zip(run(None), ours, strict=True))
+
+
+class Bomb(torch.autograd.Function):
+    """Passes on what it gets, and fails in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("in backward")
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["while watched", "under a plan"])
+@pytest.mark.parametrize("where", ["forward", "backward", "loop"])
+def test_an_exception_in_the_with_block_takes_everything_off_the_model(where: str, steps: int) -> None:
+    torch.manual_seed(0)
+    model, words = Net(), batches(1)[0]
+    error = {"forward": IndexError, "backward": ArithmeticError, "loop": KeyError}[where]
+    hooks = dict(torch.nn.modules.module._global_forward_pre_hooks)
+    with pytest.raises(error), lowtide.attach(model, budget="80%"):  # noqa: PT012
+        for _ in range(steps):
+            model(words).backward()
+        loss = model(words + WORDS if where == "forward" else words)
+        if where == "loop":
+            raise KeyError
+        Bomb.apply(loss).backward()
+    assert "__call__" not in Net.__dict__
+    assert dict(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+    model.zero_grad()
+
+    def gradients(attach: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        with lowtide.attach(model, budget="80%") if attach else nullcontext():
+            for _ in range(3):
+                model(words).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+def test_after_an_exception_the_attached_model_trains_on() -> None:
+    model, words = Net(), batches(1)[0]
+    with lowtide.attach(model, budget="80%") as handle:
+        for number in range(6):
+            loss = model(words)
+            if number % 3 == 1:
+                with pytest.raises(ArithmeticError):
+                    Bomb.apply(loss).backward()
+            else:
+                loss.backward()
+        assert handle.plan is not None
+        assert handle.report().planned_calls >= 3

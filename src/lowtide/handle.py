@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -193,14 +193,16 @@ class Handle:
         step = self._step
         if step is None:
             return run()
-        with self._noting(step):
-            if step.watched is not None:
-                result = step.watched.backward(run)
-            elif step.count is not None:
-                with step.count:
-                    result = run()
-            else:
-                result = run()
+        try:
+            with self._noting(step):
+                if step.watched is not None:
+                    result = step.watched.backward(run)
+                else:
+                    with step.count or nullcontext():
+                        result = run()
+        except BaseException:
+            step.failed = True
+            raise
         step.seconds = time.perf_counter() - step.start
         return result
 

@@ -76,7 +76,17 @@ def exact(program: Program, *ways: Way) -> None:
     wanted = outcome(program, plainly)
     assert outcome(program, plainly) == wanted, "the plain step does not repeat itself"
     for way in ways or OURS:
-        assert outcome(program, way) == wanted, getattr(way, "__name__", way)
+        seen = outcome(program, way)
+        assert seen == wanted, f"{getattr(way, '__name__', way)}: {difference(seen, wanted)}"
+
+
+def difference(seen: object, wanted: object, where: str = "") -> str:
+    """The first place in which two outcomes differ."""
+    if isinstance(seen, list | tuple) and isinstance(wanted, list | tuple) and len(seen) == len(wanted):
+        for place, (one, other) in enumerate(zip(seen, wanted, strict=True)):
+            if one != other:
+                return difference(one, other, f"{where}[{place}]")
+    return f"{where}: {str(seen)[:200]} instead of {str(wanted)[:200]}"
 
 
 def torch_differs(program: Program, way: Way = torchs) -> None:
