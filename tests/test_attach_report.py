@@ -100,8 +100,11 @@ def test_optimizer_states_count_as_soon_as_they_are_there() -> None:
             model.zero_grad()
             prediction = handle.plan.prediction if handle.plan is not None else None
             peaks.append(prediction.peak_bytes if prediction is not None else 0)
+        model(rows(40))
+        found = handle.report()
     states = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
     assert peaks[5] == peaks[2] + states
+    assert found.measured_peak_bytes == pytest.approx(peaks[5], rel=0.01)
 
 
 def test_states_of_a_given_optimizer_are_expected_before_they_are_there() -> None:

@@ -49,8 +49,15 @@ def plainly(case: Case) -> Observation:
     return first
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "inside"),
+    [
+        pytest.param("recompute_all", False, id="recompute_all-after"),
+        pytest.param("lot", True, id="lot-inside"),
+        pytest.param("recompute_all", True, id="recompute_all-inside", marks=pytest.mark.slow),
+        pytest.param("lot", False, id="lot-after", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_followed_steps_are_exact(
     case: Case, policy: str, inside: bool, shelves: OrderedDict[Any, library.Shelf]
@@ -158,6 +165,19 @@ def through_transform(h: Tensor) -> Tensor:
     return h + torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(h.detach())
 
 
+def through_packed(lengths: list[int]) -> Callable[[Tensor], Tensor]:
+    """A recurrent layer over sequences whose lengths no shape shows."""
+    wanted = torch.tensor(lengths)
+
+    def do(h: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(h.new_ones(2, 3, 16) * h.sum(), wanted, True, False)
+        torch.manual_seed(3)
+        out, _ = nn.LSTM(16, 16, batch_first=True)(rows)
+        return h + out.data
+
+    return do
+
+
 def through_numpy(h: Tensor) -> Tensor:
     shift = h.detach().numpy()
     shift *= 0.5
@@ -230,6 +250,8 @@ CHANGES: dict[str, Callable[[Changing, int], Any]] = {
         model.fc.register_forward_hook(lambda m, a, out: out * 2) and None if step == 8 else None
     ),
     "a tensor hook": set_to("do", lambda h: (h.register_hook(lambda g: g * 2), h)[1]),
+    "compiled": set_to("do", torch.compile(lambda h: h.sin() * 2, backend="eager")),
+    "packed sequences": lambda model, step: setattr(model, "do", through_packed([3, 1] if step % 7 < 5 else [2, 2])),
     "transform": set_to("do", through_transform),
     "transform from the start": set_to("do", through_transform, at=0),
     "numpy": set_to("do", through_numpy),

@@ -24,7 +24,7 @@ from lowtide.interception import optimizers as watched_optimizers
 from lowtide.plan import Plan
 from lowtide.planned import seats
 from lowtide.sources import Budgeted, Given, Source
-from lowtide.step_count import StepCount, countable
+from lowtide.step_count import StepCount, countable, states_of
 from lowtide.tape.backwards import backwards
 from lowtide.tape.operators import tensors_in
 from lowtide.tape.policy import Op, Policy
@@ -181,8 +181,13 @@ class Handle:
 
     def _counting(self, step: Step, args: Any, kwargs: Any) -> list[Any]:
         """A count of the step's memory, in the first step under a plan."""
-        if step.count is None and len(step.calls) == 1 and self._in_force.is_new(self.plan) and step.planned:
-            models = self.models()
+        models = self.models()
+        if (
+            step.count is None
+            and len(step.calls) == 1
+            and step.planned
+            and self._in_force.to_be_counted(self.plan, states_of(models))
+        ):
             if self.plan is not None and countable(models, tensors_in((args, kwargs))):
                 step.count = StepCount(models)
         return [step.count] if step.count is not None else []
@@ -277,11 +282,13 @@ class _InForce:
         self.plan: Plan | None = None
         self.steps = 0
         self.peak_bytes: int | None = None
+        self.states = 0
+        """How many parameters had optimizer states when the peak was counted."""
         self.seconds: deque[float] = deque(maxlen=15)
 
-    def is_new(self, plan: Plan | None) -> bool:
-        """Whether no step under ``plan`` is over yet."""
-        return plan is not self.plan
+    def to_be_counted(self, plan: Plan | None, states: int) -> bool:
+        """Whether no step under ``plan`` was counted yet, or only before optimizers had these states."""
+        return plan is not self.plan or states != self.states
 
     def ended(self, step: Step, plan: Plan | None) -> None:
         """A step is over that ended under ``plan``."""
@@ -292,7 +299,7 @@ class _InForce:
             self.plan = plan
         self.steps += 1
         if step.count is not None:
-            self.peak_bytes = step.count.peak_bytes
+            self.peak_bytes, self.states = step.count.peak_bytes, step.count.states
         elif step.seconds:
             self.seconds.append(step.seconds)
 

@@ -32,6 +32,7 @@ class StepCount:
         there = [*weights, *(t.grad for t in weights if t.grad is not None)]
         states = [s for one in optimizers.of(models) for state in one.state.values() for s in state.values()]
         there += [state for state in states if isinstance(state, Tensor)]
+        self.states = states_of(models)
         self._resident = distinct_bytes({id(t): t for t in there}.values())
         self._counter = _Counter()
         for tensor in there:
@@ -48,6 +49,11 @@ class StepCount:
 
     def __exit__(self, *exc: Any) -> None:
         self._counter.__exit__(*exc)  # type: ignore[no-untyped-call]
+
+
+def states_of(models: Sequence[nn.Module]) -> int:
+    """How many parameters have optimizer states."""
+    return sum(len(optimizer.state) for optimizer in optimizers.of(models))
 
 
 def countable(models: Sequence[nn.Module], inputs: Iterable[Tensor]) -> bool:

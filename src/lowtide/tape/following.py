@@ -308,7 +308,7 @@ class Follower(TorchFunctionMode):
         if call is None or self.nth < 0 or self.nth >= len(call.packs) or type(tensor) not in (Tensor, Parameter):
             return self._unexpected(tensor)
         slot, layout, aliased, held = call.packs[self.nth]
-        if slot >= 0 and (tensor.shape != layout[0] or tensor.stride() != layout[1]):
+        if tensor.shape != layout[0] or tensor.stride() != layout[1]:
             return self._unexpected(tensor)
         self.nth += 1
         instance = self.instance

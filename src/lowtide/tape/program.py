@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
-from lowtide.tape.buffers import Buffer, Layout, hold
+from lowtide.tape.buffers import Buffer, Layout, hold, layout_of
 from lowtide.tape.recipes import FullRecipe, Recipe
 from lowtide.tape.tickets import Save, Ticket
 from lowtide.tape.transcript import Call, Flaw, Meta, byte_offset, meta_of, name_of, tensors_with_places
@@ -312,7 +312,7 @@ class _Compilation:
                     return
         raise Flaw("memory that no function was given")
 
-    def _pack(self, tensor: Tensor | None, packed: Any, held: Any) -> tuple[int, Layout | None, bool, Any]:
+    def _pack(self, tensor: Tensor | None, packed: Any, held: Any) -> tuple[int, Any, bool, Any]:
         if len(packed) == 3:
             return (self.slots[id(packed[0])], packed[1], False, held)
-        return (-1, None, tensor is None, held)
+        return (-1, layout_of(packed[0]), tensor is None, held)
