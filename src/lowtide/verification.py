@@ -27,12 +27,12 @@ from lowtide.errors import GraphError, RecomputeWarning, ReplayMismatch, RootCha
 from lowtide.interception import interception
 from lowtide.observation import Observation, Trial, What
 from lowtide.plan import Plan
-from lowtide.planned import policy_of
+from lowtide.planned import policy_of, seats
 from lowtide.planning import solve
 from lowtide.recording import Recording, record
 from lowtide.snapshot import Snapshot
 from lowtide.tape.policy import Op, Policy, as_policy
-from lowtide.tape.sites import together
+from lowtide.tape.sites import structure_of, together
 from lowtide.tracing import trace
 from lowtide.tracing.stepping import Step
 from lowtide.tracing.stepping import _loss as loss_of
@@ -119,6 +119,10 @@ def resolve(
     if isinstance(plan, (int, str)):
         plan = solve(trace(watched, model, optimizer=optimizer), plan)
         return policy_of(plan), plan
+    if isinstance(plan, Plan) and plan.structure:
+        structure = structure_of(model)
+        if seats(structure, plan.structure) == ([], []):
+            plan.check(structure)  # one that keeps everything is not looked at again
     policy = policy_of(plan) if isinstance(plan, Plan) else as_policy(plan)
     with record(policy, check="never", model=model):
         loss_of(watched)

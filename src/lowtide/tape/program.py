@@ -14,10 +14,10 @@ import weakref
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
+from lowtide.tape import randomness
 from lowtide.tape.buffers import Buffer, Layout, hold, layout_of
 from lowtide.tape.recipes import FullRecipe, Recipe
 from lowtide.tape.tickets import Save, Ticket
@@ -274,7 +274,7 @@ class _Compilation:
         if recipe.generators or recipe.states is None:
             raise Flaw("an explicit random generator")
         for device, state in recipe.states:
-            if device not in states or not torch.equal(states[device], state):
+            if states.get(device) != randomness.digest(state):
                 raise Flaw("a function that draws random numbers twice")
         devices = tuple(device for device, _ in recipe.states)
         if self.calls[at].draws not in ((), devices):

@@ -48,11 +48,11 @@ class Trace:
 
     __slots__ = ("first", "last", "leaves", "offsets", "packs", "peeks", "results", "states")
 
-    def __init__(self, first: int, leaves: list[Leaf], states: dict[torch.device, Tensor]) -> None:
+    def __init__(self, first: int, leaves: list[Leaf], states: dict[torch.device, bytes]) -> None:
         self.first = first  # numbers of the recipes made
         self.last = first
         self.leaves = leaves
-        self.states = states  # of the random generators before it
+        self.states = states  # digests of the states of the random generators before it
         self.packs: list[tuple[Tensor | None, Any]] = []  # what autograd saved and was given
         self.offsets: list[int] = []  # of what was saved, in bytes
         self.peeks = False  # it looked at data
@@ -91,7 +91,8 @@ class ScribingRecorder(Recorder):
             (place, tensor.untyped_storage()._cdata, tensor._version, byte_offset(tensor)) for place, tensor in found
         ]
         devices = {tensor.device for _, tensor in found if tensor.device.type != "meta"} | {torch.device("cpu")}
-        self.now = Trace(next_order(), leaves, dict(randomness.states_of(devices)))
+        states = {device: randomness.digest(state) for device, state in randomness.states_of(devices)}
+        self.now = Trace(next_order(), leaves, states)
         self.traces.append(self.now)
         frames = [*self.frames, self.frame]
         call.modules = tuple(weakref.ref(frame.module) for frame in frames if frame.module is not None)

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+_FSDP2 = ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
 _UNITS = [
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"),
+    _FSDP2,
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
 ]
 """Classes whose modules are units: where they are defined, and their names."""
@@ -90,7 +91,7 @@ def _loaded(module: str, name: str) -> type | None:
 def class_name(module: Module) -> str:
     """The name of ``module``'s class before FSDP2 put another in its place, so that one plan serves both."""
     kind = type(module)
-    return kind.__bases__[-1].__name__ if _loaded(*_UNITS[0]) in kind.__bases__ else kind.__name__
+    return kind.__bases__[-1].__name__ if _loaded(*_FSDP2) in kind.__bases__ else kind.__name__
 
 
 def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
