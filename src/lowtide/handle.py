@@ -181,14 +181,10 @@ class Handle:
 
     def _counting(self, step: Step, args: Any, kwargs: Any) -> list[Any]:
         """A count of the step's memory, in the first step under a plan."""
-        models = self.models()
-        if (
-            step.count is None
-            and len(step.calls) == 1
-            and step.planned
-            and self._in_force.to_be_counted(self.plan, states_of(models))
-        ):
-            if self.plan is not None and countable(models, tensors_in((args, kwargs))):
+        if step.count is None and len(step.calls) == 1 and step.planned and self.plan is not None:
+            models = self.models()
+            new = self._in_force.to_be_counted(self.plan, states_of(models))
+            if new and countable(models, tensors_in((args, kwargs))):
                 step.count = StepCount(models)
         return [step.count] if step.count is not None else []
 
