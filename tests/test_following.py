@@ -294,3 +294,23 @@ def test_a_followed_step_holds_what_a_recorded_one_holds(policy: Any) -> None:
 def forward_only(model: nn.Module, ids: Tensor, context: Any) -> None:
     with context:
         model(ids)
+
+
+def test_a_followed_write_leaves_to_other_recordings_what_they_read() -> None:
+    def train(make: Callable[[], Any]) -> list[Any]:
+        first, second, seen = make(), make(), []
+        shared, weight = torch.full((4, 4), 2.0), torch.ones(4, 4, requires_grad=True)
+        for _ in range(STEPS):
+            weight.grad = None
+            with first:
+                loss = ((shared + 0.1) * weight).exp().sum()
+            with second:
+                shared.mul_(0.5)
+                loss = loss + (weight * 0.25).sin().sum()
+            loss.backward()
+            seen += [freeze(loss.detach()), freeze(weight.grad)]
+        return seen
+
+    assert train(contextlib.nullcontext) == train(lambda: lowtide.record(lowtide.policies.recompute_all))
+    followed = [program.followed for shelf in library._local.shelves.values() for program in shelf.programs]
+    assert followed == [STEPS - 4, STEPS - 4]

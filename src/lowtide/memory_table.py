@@ -153,8 +153,8 @@ def _pieces(graph: StepGraph, plan: Plan | None, timeline: Timeline) -> Iterator
         if size:
             yield ((), ()), kind, "", size
             rest -= size
-    kind, index = graph.events[timeline.peak_event] if graph.events else (Event.SEAL, 0)
-    if kind == Event.RUN and (scratch := graph.ops[index].workspace_bytes):
+    event, index = graph.events[timeline.peak_event] if graph.events else (Event.SEAL, 0)
+    if event == Event.RUN and (scratch := graph.ops[index].workspace_bytes):
         op = graph.ops[index]
         yield depth.of(op.module), TEMPORARY, f"{_INSIDE} {short(op.name)}", scratch
         rest -= scratch

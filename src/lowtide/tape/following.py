@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.tape import randomness
 from lowtide.tape.backwards import backwards
-from lowtide.tape.buffers import Buffer, alias, clone_storage
+from lowtide.tape.buffers import Buffer, alias, clone_storage, release_held
 from lowtide.tape.library import PROGRAMS, Shelf
 from lowtide.tape.program import Instance, LateTicket, Program
 from lowtide.tape.scribing import Scribe, ScribingRecorder
@@ -86,6 +86,7 @@ class Follower(TorchFunctionMode):
         self.owners: dict[int, tuple[int, int]] = {}
         self.instance: Instance | None = None
         self.open: list[Module] = []
+        self.found: Program | None = None  # that this step turned out to be
 
     # ---- begin and end --------------------------------------------------------------------------------------
 
@@ -109,6 +110,8 @@ class Follower(TorchFunctionMode):
         if self.recording:
             try:
                 self.recorder.finish()
+                if self.found is not None and self.recorder.flaw is not None:
+                    self.shelf.give_up(self.found, self.recorder.flaw)
             finally:
                 self.recorder.forget()
                 self.scribe = None
@@ -165,7 +168,7 @@ class Follower(TorchFunctionMode):
     def _learn(self) -> None:
         before, after = self.recorder.noted, self.recorder.ledger.notes
         notes = {row: count - before.get(row, 0) for row, count in after.items() if count != before.get(row, 0)}
-        self.shelf.learn(self.recorder, self.scribe, notes)
+        self.found = self.shelf.learn(self.recorder, self.scribe, notes)
 
     # ---- calls ----------------------------------------------------------------------------------------------
 
@@ -285,6 +288,9 @@ class Follower(TorchFunctionMode):
         for place, slot, offset in call.copies:
             tensor = at((args, kwargs), place)
             instance.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
+        for place in call.writes:
+            tensor = at((args, kwargs), place)
+            release_held(tensor.untyped_storage(), tensor)  # for other recordings, and other steps of this one
         if call.draws:
             instance.states[self.next] = randomness.states_of(call.draws)
 

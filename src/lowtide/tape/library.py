@@ -49,34 +49,41 @@ class Shelf:
         """
         return self.recorded % 4 >= 2
 
-    def learn(self, recorder: ScribingRecorder, scribe: Scribe | None, notes: dict[Any, int]) -> None:
+    def learn(self, recorder: ScribingRecorder, scribe: Scribe | None, notes: dict[Any, int]) -> Program | None:
         """Take in a recorded step; with an equal one before it becomes a program."""
         self.recorded += 1
         operations = hash(tuple(recorder.operations))
         if scribe is None:
             self.surveys.add(operations)
-            return
+            return None
         if operations not in self.surveys or not scribe.calls:
-            return
+            return None
         key = beginning(scribe.calls[0])
         if key in self.flaws or len(self.programs) >= PROGRAMS:
-            return
+            return None
         calls, self.drafts[key] = self.drafts.get(key), scribe.calls
         if calls is None or len(calls) != len(scribe.calls) or not all(map(same_call, calls, scribe.calls)):
-            return
+            return None
         del self.drafts[key]
         try:
             self.programs.append(program_of(scribe, recorder, notes))
-            self.recorded = 0
         except Flaw as flaw:
             self.flaws[key] = str(flaw)
+            return None
+        self.recorded = 0
+        return self.programs[-1]
+
+    def give_up(self, program: Program, why: str) -> None:
+        """Never follow steps that begin like ``program`` again."""
+        if program in self.programs:
+            self.programs.remove(program)
+            self.flaws[beginning(program.calls[0])] = why
 
     def miss(self, program: Program) -> None:
         """A step left a program halfway."""
         program.missed += 1
-        if program.missed >= _MISSES and program.followed < 10 * program.missed and program in self.programs:
-            self.programs.remove(program)
-            self.flaws[beginning(program.calls[0])] = "the step changes from time to time"
+        if program.missed >= _MISSES and program.followed < 10 * program.missed:
+            self.give_up(program, "the step changes from time to time")
 
 
 def beginning(call: Call) -> Any:

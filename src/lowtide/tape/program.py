@@ -206,13 +206,14 @@ class _Compilation:
             if buffer.recipe is None:
                 self._find_source(buffer)
         for at, (call, trace) in enumerate(zip(self.calls, self.traces, strict=True)):
+            call.writes = tuple(trace.writes)
             call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
             call.packs = [
                 self._pack(tensor, packed, self.held_at_pack.get((at, nth)))
                 for nth, (tensor, packed) in enumerate(trace.packs)
             ]
         for call in self.calls:
-            call.collects = bool(call.roots or call.copies or call.draws)
+            call.collects = bool(call.roots or call.copies or call.draws or call.writes)
         program = Program(self.calls, notes)
         program.blueprints = [self.blueprints[order] for order in sorted(self.blueprints)]
         return program

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lowtide.tape import randomness
-from lowtide.tape.buffers import Buffer
+from lowtide.tape.buffers import HELD, Buffer
+from lowtide.tape.operators import operator, tensors_at
 from lowtide.tape.recipes import next_order
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tickets import Ticket
@@ -46,7 +47,7 @@ Leaf = tuple[Place, int, int, int]
 class Trace:
     """What happened below one call."""
 
-    __slots__ = ("first", "last", "leaves", "offsets", "packs", "peeks", "results", "states")
+    __slots__ = ("first", "last", "leaves", "offsets", "packs", "peeks", "results", "states", "writes")
 
     def __init__(self, first: int, leaves: list[Leaf], states: dict[torch.device, bytes]) -> None:
         self.first = first  # numbers of the recipes made
@@ -55,6 +56,7 @@ class Trace:
         self.states = states  # digests of the states of the random generators before it
         self.packs: list[tuple[Tensor | None, Any]] = []  # what autograd saved and was given
         self.offsets: list[int] = []  # of what was saved, in bytes
+        self.writes: set[Place] = set()  # arguments that it writes
         self.peeks = False  # it looked at data
         self.results = False  # it returned tensors
 
@@ -75,14 +77,30 @@ class ScribingRecorder(Recorder):
         self.noted: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.paused and not self.over:
-            self.operations.append(id(func))
-            tags = getattr(func, "tags", ())
-            if self.now is not None and tags and not _DATA_DEPENDENT.isdisjoint(tags):
-                self.now.peeks = True
-        elif self.over and not self.paused and getattr(func, "_schema", None) is not None and func._schema.is_mutable:
-            self.flaw = "something is written after backward, inside of the recording"
+        if not self.paused:
+            op = operator(func)
+            if op.writes or op.undeclared:
+                self._note_writes(tensors_at((*op.writes, *op.undeclared), args, kwargs or {}))
+            if not self.over:
+                self.operations.append(op.key)
+                tags = getattr(func, "tags", ())
+                if self.now is not None and tags and not _DATA_DEPENDENT.isdisjoint(tags):
+                    self.now.peeks = True
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note_writes(self, targets: list[Tensor]) -> None:
+        """Memory is about to be written that other recordings may need as it is."""
+        if self.over:
+            self.flaw = "something is written after backward, inside of the recording"
+        for tensor in targets:
+            if tensor.layout is not torch.strided or type(tensor) not in (Tensor, Parameter):
+                continue
+            storage = tensor.untyped_storage()
+            places = [] if self.now is None else [leaf[0] for leaf in self.now.leaves if leaf[1] == storage._cdata]
+            if places:
+                self.now.writes.add(places[0])  # type: ignore[union-attr]
+            elif hasattr(storage, HELD):
+                self.flaw = "memory is written that no function was given"
 
     def open_call(self, call: Call, args: Any, kwargs: Any) -> None:
         """A call of a torch function begins."""

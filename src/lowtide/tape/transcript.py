@@ -98,6 +98,7 @@ class Call:
         "packs",
         "results",
         "roots",
+        "writes",
     )
 
     def __init__(self, func: Any) -> None:
@@ -107,7 +108,7 @@ class Call:
         self.results: list[tuple[Place, int, torch.Size]] = []  # tensors that it returned: where, number, shape
         self.guard: Any = None  # torch's global state
         self.backends: tuple[bool, ...] | None = None
-        self.collects = False  # it has roots, copies or draws
+        self.collects = False  # there is something to do before it
         self.chooses = False  # what it computes depends on them
         self.modules: tuple[Any, ...] = ()  # weak references to the modules then running, outermost first
         self.counts: dict[str, int] = {}  # how often each module had been called
@@ -115,6 +116,7 @@ class Call:
         self.roots: list[tuple[Place, int, int]] = []  # arguments to hold: where, slot, offset in bytes
         self.copies: list[tuple[Place, int, int]] = []  # arguments to copy before the call
         self.draws: tuple[torch.device, ...] = ()  # devices whose random state it draws from
+        self.writes: tuple[Place, ...] = ()  # arguments that it writes
         self.packs: list[Any] = []  # see program.py
 
     def leaves(self) -> list[Pattern]:
