@@ -314,3 +314,28 @@ def test_a_followed_write_leaves_to_other_recordings_what_they_read() -> None:
     assert train(contextlib.nullcontext) == train(lambda: lowtide.record(lowtide.policies.recompute_all))
     followed = [program.followed for shelf in library._local.shelves.values() for program in shelf.programs]
     assert followed == [STEPS - 4, STEPS - 4]
+
+
+def test_models_that_begin_alike_are_told_apart() -> None:
+    ids = torch.randint(0, 256, (2, 64))
+    recording = lowtide.record(lowtide.policies.segments("blocks.*"))
+    for width in (64, 96, 64):
+        model = Gpt(depth=3, width=width)
+        step = functools.partial(train, Shifted(model), ids, recording)
+        peaks = [peak_bytes(step) for _ in range(9)]
+        assert max(peaks[1:]) <= peaks[0], peaks
+    (shelf,) = library._local.shelves.values()
+    assert all(program.followed and not program.missed for program in shelf.programs)
+    assert len(shelf.programs) == 3
+
+
+class Shifted(nn.Module):
+    """A model on all but the last token: its first call reads no parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.model(ids[:, :-1])
+        return out

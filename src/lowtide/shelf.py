@@ -58,7 +58,7 @@ class Shelf:
         self.kinds: list[Kind] = []
         self._after: dict[Form, Form] = {}
         self._last: Form = ()
-        self._watched: dict[Form, int] = {}
+        self._wanted: dict[Form, int] = {}
         self._missed: set[Form] = set()
 
     @property
@@ -76,14 +76,17 @@ class Shelf:
         known = any(kind.fraction([first]) <= 1 and (not form or kind.form == form) for kind in self.kinds)
         if known and form not in self._missed:
             return False
-        return self._watched.get(form, 0) < (_MOST_SURPRISES if known else _MOST_WATCHED)
+        wanted = self._wanted.get(form, 0)  # by what was expected: the step may turn out to be another
+        if wanted >= (_MOST_SURPRISES if known else _MOST_WATCHED):
+            return False
+        self._wanted[form] = wanted + 1
+        return True
 
     def put(self, kind: Kind) -> None:
         """Add a kind; those that it is as good for go."""
         others = [one for one in self.kinds if one.form != kind.form or kind.fraction(one.calls) > 1]
         self.kinds = [kind, *others][:_MOST_KINDS]
         self._missed.discard(kind.form)
-        self._watched[kind.form] = self._watched.get(kind.form, 0) + 1
 
     def ended(self, calls: Sequence[Call]) -> None:
         """Remember what a step turned out to be."""

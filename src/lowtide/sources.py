@@ -35,6 +35,10 @@ Models = Callable[[], list[nn.Module]]
 """The attached models that are still alive."""
 
 
+_MOST_RECORDINGS = 64
+"""Plans whose recordings are remembered; the oldest are forgotten."""
+
+
 class Source:
     """Decides what each call of a step runs inside."""
 
@@ -68,6 +72,8 @@ class Source:
     def recording(self, source: Plan | Policy | Callable[[Op], bool], step: Step) -> Recording:
         """The recording under ``source``, going on from what ran before in ``step``."""
         if source not in self.recordings:
+            if len(self.recordings) >= _MOST_RECORDINGS:
+                del self.recordings[next(iter(self.recordings))]
             recording = self.recordings[source] = record(source, strict=self.strict)
             recording.names = self.names
         recording = self.recordings[source]

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide.tape import randomness
 from lowtide.tape.backwards import backwards
 from lowtide.tape.buffers import Buffer, alias, clone_storage, release_held
-from lowtide.tape.library import PROGRAMS, Shelf
+from lowtide.tape.library import Shelf
 from lowtide.tape.program import Instance, LateTicket, Program
 from lowtide.tape.scribing import Scribe, ScribingRecorder
 from lowtide.tape.sites import watch
@@ -43,6 +43,7 @@ from lowtide.tape.transcript import (
     is_foreign,
     meta_of,
     name_of,
+    same_call,
     transformed,
 )
 from lowtide.tape.transforms import hooks_allowed, pop_hooks, push_hooks
@@ -76,6 +77,7 @@ class Follower(TorchFunctionMode):
         self.entered = False
         self.scribe: Scribe | None = None
         self.program: Program | None = None
+        self.committed = False  # a call read one of the program's parameters: no other model is meant
         self.calls: list[Call] = []
         self.next = 0
         self.now: Call | None = None
@@ -92,8 +94,8 @@ class Follower(TorchFunctionMode):
 
     def start(self) -> Follower | Recorder:
         """Look at this thread's calls and saved tensors; returns who decides what is kept."""
-        if not self.shelf.programs:
-            self._begin_to_record(scribe=self.shelf.writes)
+        if self.shelf.records:
+            self._begin_to_record(learn=True)
         else:
             push_hooks(self.pack, unpack)
             watch.start(self.open.append, self._closed)
@@ -127,7 +129,7 @@ class Follower(TorchFunctionMode):
 
     def _let_go(self) -> None:
         backwards.unwrap(self.step_aside)
-        if self.program is None:
+        if not self.committed:
             watch.stop()
         pop_hooks()
 
@@ -141,14 +143,15 @@ class Follower(TorchFunctionMode):
         if self.recording or self.over or transformed() is not None or not hooks_allowed():
             return
         self._let_go()
-        if self.program is None:
-            self._begin_to_record(scribe=len(self.shelf.programs) < PROGRAMS and not self.shelf.hopeless)
+        if self.program is None or not self.committed:
+            self.shelf.unwritten = self.next > 0
+            self._begin_to_record(learn=self.next == 0)
             for module in self.open:
                 self.recorder.enter_module(module)
             return
         self.shelf.miss(self.program)
         call = self.calls[min(self.next, len(self.calls) - 1)]
-        self._begin_to_record(scribe=False)
+        self._begin_to_record(learn=False)
         for ref in call.modules:
             module = ref()
             if module is not None:
@@ -157,12 +160,12 @@ class Follower(TorchFunctionMode):
                 frame.call = max(0, call.counts.get(frame.home.path, 1) - 1)
         self.recorder.calls.update(call.counts)
 
-    def _begin_to_record(self, *, scribe: bool) -> None:
+    def _begin_to_record(self, *, learn: bool) -> None:
         self.recording = True
-        if self.program is None:
+        if learn:
             self.recorder.learned = self._learn
             self.recorder.noted = dict(self.recorder.ledger.notes)
-            self.scribe = Scribe(self.recorder) if scribe else None
+            self.scribe = Scribe(self.recorder) if self.shelf.writes else None
         self.begin(self.recorder)
 
     def _learn(self) -> None:
@@ -185,7 +188,12 @@ class Follower(TorchFunctionMode):
         if self.program is not None and not self.lost and self.next < len(self.calls):
             call = self.calls[self.next]
             if (call.func is func or call.func == func) and self._same(call, args, kwargs):
+                if not self.committed and call.parameters():
+                    self.committed = True
+                    watch.stop()
                 return self._run(call, args, kwargs)
+            if not self.committed and self._switch(func, args, kwargs):
+                return self.__torch_function__(func, types, args, kwargs)
         return self._stray(func, types, args, kwargs)
 
     def _stray(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -202,17 +210,39 @@ class Follower(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _choose(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Find a program that begins with this call."""
         if name_of(func) in SILENT or is_foreign(func):
             return
         for program in self.shelf.programs:
-            call = program.calls[0]
-            self.seen = [_nothing] * program.tensors
-            if call.func == func and self._same(call, args, kwargs) and program.fits() and call.backends == backends():
-                watch.stop()
-                self.seen = [_nothing] * program.tensors
-                self.program, self.calls = program, program.calls
-                self.instance = Instance(program)
+            if self._begins(program, func, args, kwargs):
                 return
+
+    def _switch(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Find another program that begins as this step did, and goes on with this call."""
+        instance, current = self.instance, self.program
+        if instance is None or instance.roots or instance.states or instance.tickets:
+            return False
+        others = [program for program in self.shelf.programs if program is not current]
+        return any(
+            self._begins(program, func, args, kwargs)
+            for program in others
+            if len(program.calls) > self.next
+            and all(map(same_call, program.calls[: self.next], self.calls[: self.next]))
+        )
+
+    def _begins(self, program: Program, func: Any, args: Any, kwargs: Any) -> bool:
+        """Take ``program`` if its next call is this one."""
+        call = program.calls[self.next]
+        seen, owners = self.seen, self.owners
+        self.seen = [*seen, *[_nothing] * (program.tensors - len(seen))]
+        self.owners = dict(owners)
+        fits = call.func == func and self._same(call, args, kwargs) and program.fits() and call.backends == backends()
+        self.seen = [*seen, *[_nothing] * (program.tensors - len(seen))] if fits else seen
+        self.owners = owners
+        if fits:
+            self.program, self.calls = program, program.calls
+            self.instance = Instance(program)
+        return fits
 
     def _same(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is the known one."""

@@ -32,6 +32,8 @@ class Shelf:
         self.programs: list[Program] = []
         self.recorded = 0  # steps recorded since a program was found
         self.surveys: set[int] = set()  # operations of steps that were recorded without a transcript
+        self.unsurveyed = False  # the last transcript was of a step whose operations no survey has shown
+        self.unwritten = False  # the last step left a program before it was known which model it is
         self.drafts: dict[Any, list[Call]] = {}  # transcripts by how they begin
         self.flaws: dict[Any, str] = {}  # why steps that begin so are not followed
 
@@ -41,12 +43,24 @@ class Shelf:
         return not self.programs and self.recorded > _ATTEMPTS
 
     @property
+    def learns(self) -> bool:
+        """Whether another program may be found."""
+        return len(self.programs) < PROGRAMS and self.recorded <= _ATTEMPTS
+
+    @property
+    def records(self) -> bool:
+        """Whether the next step is to be recorded from its beginning, whatever it is."""
+        return not self.programs or (self.learns and (self.unsurveyed or self.unwritten))
+
+    @property
     def writes(self) -> bool:
-        """Whether the next recorded step is to have a transcript.
+        """Whether a step that is recorded from its beginning is to have a transcript.
 
         In turn two steps without and two with: a transcript changes how some of torch's own functions compute, which
         shows in the operations.
         """
+        if self.programs:
+            return self.learns and not self.unsurveyed
         return self.recorded % 4 >= 2
 
     def learn(self, recorder: ScribingRecorder, scribe: Scribe | None, notes: dict[Any, int]) -> Program | None:
@@ -55,10 +69,12 @@ class Shelf:
         operations = hash(tuple(recorder.operations))
         if scribe is None:
             self.surveys.add(operations)
+            self.unsurveyed = False
             return None
-        if operations not in self.surveys or not scribe.calls:
+        self.unsurveyed, self.unwritten = operations not in self.surveys, False
+        if self.unsurveyed or not scribe.calls:
             return None
-        key = beginning(scribe.calls[0])
+        key = beginning(scribe.calls)
         if key in self.flaws or len(self.programs) >= PROGRAMS:
             return None
         calls, self.drafts[key] = self.drafts.get(key), scribe.calls
@@ -77,7 +93,7 @@ class Shelf:
         """Never follow steps that begin like ``program`` again."""
         if program in self.programs:
             self.programs.remove(program)
-            self.flaws[beginning(program.calls[0])] = why
+            self.flaws[beginning(program.calls)] = why
 
     def miss(self, program: Program) -> None:
         """A step left a program halfway."""
@@ -86,12 +102,15 @@ class Shelf:
             self.give_up(program, "the step changes from time to time")
 
 
-def beginning(call: Call) -> Any:
-    """What tells steps apart by their first call: its function, parameters and the shapes of other tensors."""
-    return (
-        name_of(call.func),
-        *(id(one()) if kind == PARAMETER else two[2][0] for kind, one, two in call.leaves() if kind != RESULT),
-    )
+def beginning(calls: list[Call]) -> Any:
+    """What tells steps apart: functions, parameters and shapes of the calls up to the first that reads a parameter."""
+    found: list[Any] = []
+    for call in calls:
+        leaves = [(kind, one, two) for kind, one, two in call.leaves() if kind != RESULT]
+        found += [name_of(call.func), *(id(one()) if kind == PARAMETER else two[2][0] for kind, one, two in leaves)]
+        if any(kind == PARAMETER for kind, _, _ in leaves):
+            break
+    return tuple(found)
 
 
 _local = threading.local()
