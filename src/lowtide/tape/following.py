@@ -12,6 +12,7 @@ arguments, which tensor is which, version counters, torch's global state.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,16 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from lowtide.tape import randomness
 from lowtide.tape.backwards import backwards
-from lowtide.tape.buffers import Buffer, alias, clone_storage, release_held
+from lowtide.tape.buffers import alias
 from lowtide.tape.library import Shelf
+from lowtide.tape.presence import presence
 from lowtide.tape.program import Instance, LateTicket, Program
 from lowtide.tape.scribing import Scribe, ScribingRecorder
 from lowtide.tape.sites import watch
-from lowtide.tape.tickets import Save, keep, unpack
+from lowtide.tape.tickets import keep, unpack
 from lowtide.tape.transcript import (
+    AGAIN,
     CONSTANT,
     EXTERNAL,
     PARAMETER,
@@ -43,7 +45,9 @@ from lowtide.tape.transcript import (
     is_foreign,
     meta_of,
     name_of,
+    next_node,
     same_call,
+    same_constant,
     transformed,
 )
 from lowtide.tape.transforms import hooks_allowed, pop_hooks, push_hooks
@@ -85,7 +89,12 @@ class Follower(TorchFunctionMode):
         self.lost = False
         self.over = False  # backward has begun
         self.seen: list[Any] = []
-        self.owners: dict[int, tuple[int, int]] = {}
+        self.owners: dict[int, tuple[int, int]] = {}  # tensors from outside: storage, offset
+        self.storages: dict[int, int] = {}  # by storage: the first tensor from outside that lies in it
+        self.own: set[int] = set()  # storages of the parameters, where something is written
+        self.versions: dict[int, int] = {}  # of tensors from outside when they were seen first
+        self.nodes = 0  # the number of autograd's next node before the present call
+        self.thread = threading.get_ident()
         self.instance: Instance | None = None
         self.open: list[Module] = []
         self.found: Program | None = None  # that this step turned out to be
@@ -102,6 +111,7 @@ class Follower(TorchFunctionMode):
             backwards.wrap(self.step_aside)
         if self.scribe is not None or not self.recording:
             self.entered = True
+            presence.start(self)
             self.__enter__()
         return self.recorder if self.recording else self
 
@@ -109,6 +119,7 @@ class Follower(TorchFunctionMode):
         """Undo ``start``."""
         if self.entered:
             self.__exit__(None, None, None)
+            presence.stop()
         if self.recording:
             try:
                 self.recorder.finish()
@@ -129,9 +140,14 @@ class Follower(TorchFunctionMode):
 
     def _let_go(self) -> None:
         backwards.unwrap(self.step_aside)
+        self._close()
         if not self.committed:
             watch.stop()
         pop_hooks()
+
+    def _close(self) -> None:
+        if self.instance is not None:
+            self.instance.open = False
 
     def _closed(self, module: Module, _: Any) -> None:
         while self.open and self.open.pop() is not module:
@@ -146,12 +162,14 @@ class Follower(TorchFunctionMode):
         if self.program is None or not self.committed:
             self.shelf.unwritten = self.next > 0
             self._begin_to_record(learn=self.next == 0)
+            self._hand_over()
             for module in self.open:
                 self.recorder.enter_module(module)
             return
         self.shelf.miss(self.program)
         call = self.calls[min(self.next, len(self.calls) - 1)]
         self._begin_to_record(learn=False)
+        self._hand_over()
         for ref in call.modules:
             module = ref()
             if module is not None:
@@ -159,6 +177,11 @@ class Follower(TorchFunctionMode):
                 frame = self.recorder.frame
                 frame.call = max(0, call.counts.get(frame.home.path, 1) - 1)
         self.recorder.calls.update(call.counts)
+
+    def _hand_over(self) -> None:
+        if self.instance is not None:
+            self.instance.hand_over(self.recorder)
+            self.instance = None
 
     def _begin_to_record(self, *, learn: bool) -> None:
         self.recording = True
@@ -233,13 +256,14 @@ class Follower(TorchFunctionMode):
     def _begins(self, program: Program, func: Any, args: Any, kwargs: Any) -> bool:
         """Take ``program`` if its next call is this one."""
         call = program.calls[self.next]
-        seen, owners = self.seen, self.owners
+        seen, owners, storages = self.seen, self.owners, self.storages
         self.seen = [*seen, *[_nothing] * (program.tensors - len(seen))]
-        self.owners = dict(owners)
+        self.owners, self.storages = dict(owners), dict(storages)
         fits = call.func == func and self._same(call, args, kwargs) and program.fits() and call.backends == backends()
         self.seen = [*seen, *[_nothing] * (program.tensors - len(seen))] if fits else seen
-        self.owners = owners
+        self.owners, self.storages = owners, storages
         if fits:
+            self.own = program.storages() if program.writes else set()
             self.program, self.calls = program, program.calls
             self.instance = Instance(program)
         return fits
@@ -248,12 +272,14 @@ class Follower(TorchFunctionMode):
         """Whether a call is the known one."""
         if len(args) != len(call.args) or len(kwargs) != len(call.kwargs) or not call.guard.check():
             return False
+        if torch._C._len_torch_dispatch_stack():  # they may change what a function computes
+            return False
         seen = self.seen
         try:
             for value, pattern in zip(args, call.args, strict=True):
                 kind, one, two = pattern
                 if kind == RESULT:
-                    if seen[one]() is not value or (two is not None and value._version != two):
+                    if value is None or seen[one]() is not value or value._version != two:
                         return False
                 elif (kind != CONSTANT or value is not one) and not self._fits(value, pattern):
                     return False
@@ -268,9 +294,11 @@ class Follower(TorchFunctionMode):
     def _fits(self, value: Any, pattern: Pattern) -> bool:
         kind, one, two = pattern
         if kind == RESULT:
-            return self.seen[one]() is value and (two is None or value._version == two)
+            return value is not None and self.seen[one]() is value and bool(value._version == two)
+        if kind == AGAIN:
+            return value is not None and self.seen[one]() is value and value._version - self.versions[one] == two
         if kind == CONSTANT:
-            return value is one or (type(value) is two and value == one and bool(value or repr(value) == repr(one)))
+            return value is one or same_constant(value, one, two)
         if kind == PARAMETER:
             return one() is value
         if kind == EXTERNAL:
@@ -282,47 +310,37 @@ class Follower(TorchFunctionMode):
 
     def _is_external(self, value: Any, number: int, owner: int, distance: int, meta: Meta) -> bool:
         """Whether a tensor from outside, seen for the first time, is like the known one and lies where that lay."""
-        if type(value) is not Tensor or meta_of(value) != meta or any(ref() is value for ref in self.seen):
+        if type(value) is not Tensor or any(ref() is value for ref in self.seen):
             return False
-        lies = (value.untyped_storage()._cdata, int(value.storage_offset()))
+        storage = value.untyped_storage()
+        if (*meta_of(value), storage.resizable()) != meta:
+            return False
+        lies = (storage._cdata, int(value.storage_offset()))
         if owner == number:
+            if lies[0] in self.own or self.storages.setdefault(lies[0], number) != number:
+                return False  # what is written in one would show in the other
             self.owners[number] = lies
         elif self.owners.get(owner) != (lies[0], lies[1] - distance):
             return False
         self.seen[number] = weakref.ref(value)
+        self.versions[number] = value._version
         return True
 
     def _run(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Make the next call of the program, and collect what the tape needs of it."""
-        instance = self.instance
-        assert instance is not None
-        if call.collects:
-            self._collect(call, args, kwargs, instance)
+        if call.collects and self.instance is not None:
+            self.instance.collect(call, self.next, args, kwargs)
         self.next += 1
         self.now, self.nth = call, 0
         self.lost = True  # unless all goes well
-        out = call.func(*args, **kwargs)
-        self.now = None
-        if self.nth == len(call.packs):
+        self.nodes = next_node()
+        try:
+            out = call.func(*args, **kwargs)
+        finally:
+            self.now = None
+        if self.nth == len(call.packs) and next_node() - self.nodes == call.nodes:
             self.lost = not self._returned(call, out)
         return out
-
-    def _collect(self, call: Call, args: Any, kwargs: Any, instance: Instance) -> None:
-        """Take hold of what the tape needs of a call's arguments, and of the random state."""
-        for place, slot, offset in call.roots:
-            tensor = (kwargs if place[0] else args)[place[1]] if len(place) == 2 else at((args, kwargs), place)
-            if type(tensor) is Parameter:
-                instance.roots[slot] = Buffer(None, alias(tensor), tensor._version)
-            else:
-                instance.hold(slot, tensor, offset)
-        for place, slot, offset in call.copies:
-            tensor = at((args, kwargs), place)
-            instance.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
-        for place in call.writes:
-            tensor = at((args, kwargs), place)
-            release_held(tensor.untyped_storage(), tensor)  # for other recordings, and other steps of this one
-        if call.draws:
-            instance.states[self.next] = randomness.states_of(call.draws)
 
     def _returned(self, call: Call, out: Any) -> bool:
         """Whether a call returned tensors of the known shapes; notes which they are."""
@@ -343,8 +361,8 @@ class Follower(TorchFunctionMode):
         call = self.now
         if call is None or self.nth < 0 or self.nth >= len(call.packs) or type(tensor) not in (Tensor, Parameter):
             return self._unexpected(tensor)
-        slot, layout, aliased, held = call.packs[self.nth]
-        if tensor.shape != layout[0] or tensor.stride() != layout[1]:
+        slot, layout, aliased, held, nodes = call.packs[self.nth]
+        if tensor.shape != layout[0] or tensor.stride() != layout[1] or next_node() - self.nodes != nodes:
             return self._unexpected(tensor)
         self.nth += 1
         instance = self.instance
@@ -353,8 +371,8 @@ class Follower(TorchFunctionMode):
             instance.hold(held[0], tensor, held[1])
         if slot < 0:
             return (alias(tensor) if aliased else tensor, tensor._version)
-        ticket = LateTicket(instance, slot, layout, Save(tensor))
-        instance.tickets.append(weakref.ref(ticket))
+        ticket = LateTicket(instance, slot, layout, tensor)
+        instance.add(ticket)
         return ticket
 
     def _unexpected(self, tensor: Tensor) -> Any:
@@ -368,7 +386,9 @@ class Follower(TorchFunctionMode):
 
     def step_aside(self, creates_graph: bool, run: Callable[[], Any]) -> Any:
         """A backward pass begins inside the recording."""
-        self.over = True
+        if threading.get_ident() == self.thread:
+            self.over = True
+            self._close()
         return run()
 
     def use(self, policy: Policy) -> Policy:

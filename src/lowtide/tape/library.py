@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.tape.program import Program, program_of
-from lowtide.tape.transcript import PARAMETER, RESULT, Call, Flaw, name_of, same_call, transformed
+from lowtide.tape.transcript import EXTERNAL, PARAMETER, Call, Flaw, name_of, same_call, transformed
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -106,7 +106,7 @@ def beginning(calls: list[Call]) -> Any:
     """What tells steps apart: functions, parameters and shapes of the calls up to the first that reads a parameter."""
     found: list[Any] = []
     for call in calls:
-        leaves = [(kind, one, two) for kind, one, two in call.leaves() if kind != RESULT]
+        leaves = [(kind, one, two) for kind, one, two in call.leaves() if kind in (PARAMETER, EXTERNAL)]
         found += [name_of(call.func), *(id(one()) if kind == PARAMETER else two[2][0] for kind, one, two in leaves)]
         if any(kind == PARAMETER for kind, _, _ in leaves):
             break

@@ -10,6 +10,8 @@ call that its first reader belongs to; all others are described by blueprints.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
@@ -18,14 +20,19 @@ from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
 from lowtide.tape import randomness
-from lowtide.tape.buffers import Buffer, Layout, hold, layout_of
+from lowtide.tape.buffers import MADE, Buffer, Layout, clone_storage, hold, layout_of, release_held
 from lowtide.tape.recipes import FullRecipe, Recipe
 from lowtide.tape.tickets import Save, Ticket
 from lowtide.tape.transcript import Call, Flaw, Meta, byte_offset, meta_of, name_of, tensors_with_places
+from lowtide.tape.transcript import at as item_at
 
 if TYPE_CHECKING:
     from lowtide.tape.operators import Operator
+    from lowtide.tape.recorder import Recorder
     from lowtide.tape.scribing import Scribe, ScribingRecorder, Trace
+
+
+_lock = threading.RLock()
 
 
 class Blueprint:
@@ -91,6 +98,8 @@ class Program:
         )
         parameters = {id(ref()): (ref, meta) for call in calls for ref, meta in call.parameters()}
         self.parameters: list[tuple[weakref.ref[Tensor], Meta]] = list(parameters.values())
+        self.last: dict[int, int] = {}  # by slot: the last call in which something is saved that leads to it
+        self.writes = any(call.writes for call in calls)
 
     def fits(self) -> bool:
         """Whether all its parameters are there and are what they were in all but their values."""
@@ -98,16 +107,23 @@ class Program:
             parameter = ref()
             if parameter is None or (*meta_of(parameter), parameter.storage_offset()) != meta:
                 return False
-        return True
+        return not self.writes or len(self.storages()) == len(self.parameters)
+
+    def storages(self) -> set[int]:
+        """The memory of its parameters."""
+        return {ref().untyped_storage()._cdata for ref, _ in self.parameters}  # type: ignore[union-attr]
 
 
 class Instance:
     """One step of a program: what it took from outside, until the tape is written from it."""
 
-    __slots__ = ("blueprints", "roots", "shifts", "states", "tickets")
+    __slots__ = ("blueprints", "dead", "last", "open", "roots", "shifts", "states", "tickets")
 
     def __init__(self, program: Program) -> None:
         self.blueprints = program.blueprints
+        self.last = program.last
+        self.open = True  # the step goes on
+        self.dead = 0  # tickets that nobody will redeem
         self.roots: dict[int, Buffer] = {}
         self.shifts: dict[int, int] = {}  # bytes by which a root lies elsewhere in its storage than in the known step
         self.states: dict[int, Any] = {}
@@ -124,15 +140,65 @@ class Instance:
         if shift:
             self.shifts[slot] = shift
 
-    def write(self) -> None:
-        """Write the part of the tape that leads to tickets that are still there."""
-        tickets = [ticket for ref in self.tickets if (ticket := ref()) is not None]
+    def collect(self, call: Call, nth: int, args: Any, kwargs: Any) -> None:
+        """Take hold of what the tape needs of the ``nth`` call's arguments, and of the random state."""
+        for place, slot, offset in call.roots:
+            tensor = (kwargs if place[0] else args)[place[1]] if len(place) == 2 else item_at((args, kwargs), place)
+            self.hold(slot, tensor, offset)
+        for place, slot, offset in call.copies:
+            tensor = item_at((args, kwargs), place)
+            self.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
+        for place in call.writes:
+            tensor = item_at((args, kwargs), place)
+            release_held(tensor.untyped_storage(), tensor)  # for other recordings, and other steps of this one
+        if 8 * self.dead > len(self.tickets):
+            self._drop_roots(nth)
+        if call.draws:
+            self.states[nth] = randomness.states_of(call.draws)
+
+    def add(self, ticket: LateTicket) -> None:
+        """A ticket was handed out."""
+        self.tickets.append(weakref.ref(ticket, self._died))
+
+    def _died(self, _: Any) -> None:
+        self.dead += 1
+
+    def _drop_roots(self, nth: int) -> None:
+        """Let go of what no ticket leads to, and none will from the ``nth`` call on: a graph died halfway."""
+        self.tickets = [ref for ref in self.tickets if ref() is not None]
+        self.dead = 0
+        needed, _ = self._needed([ticket for ref in self.tickets if (ticket := ref()) is not None])
+        for slot in [slot for slot in self.roots if slot not in needed and self.last.get(slot, nth) < nth]:
+            del self.roots[slot]
+
+    def _needed(self, tickets: list[LateTicket]) -> tuple[set[int], list[Blueprint]]:
+        """The slots that lead to ``tickets``, and the blueprints, the last first."""
         needed = {ticket.slot for ticket in tickets}
         chosen = []
         for blueprint in reversed(self.blueprints):
             if not needed.isdisjoint(blueprint.fills):
                 chosen.append(blueprint)
                 needed.update(slot for _, slot, _ in blueprint.reads)
+        return needed, chosen
+
+    def hand_over(self, recorder: Recorder) -> None:
+        """Let a recorder know what was dropped so far and still lives: it may be written."""
+        with contextlib.suppress(KeyError, ReplayMismatch):  # said when it is redeemed
+            alive = [ticket for ref in self.tickets if (ticket := ref()) is not None]
+            self.write()
+            for ticket in alive:
+                storage, buffer, save = ticket.storage(), ticket.buffer, ticket.save
+                if storage is None or buffer.recipe is None or save is None:
+                    continue
+                if getattr(storage, MADE, buffer) is buffer:
+                    buffer.used = True
+                    buffer.saves = [*(buffer.saves or ()), save]
+                    recorder.adopt(storage, buffer)
+
+    def write(self) -> None:
+        """Write the part of the tape that leads to tickets that are still there."""
+        tickets = [ticket for ref in self.tickets if (ticket := ref()) is not None]
+        needed, chosen = self._needed(tickets)
         buffers = {slot: buffer for slot, buffer in self.roots.items() if slot in needed}
         for blueprint in reversed(chosen):
             blueprint.write(buffers, needed, self.states, self.shifts)
@@ -142,24 +208,28 @@ class Instance:
             ticket.buffer = buffers[ticket.slot]
             ticket.layout = shifted(ticket.layout, self.shifts.get(ticket.slot, 0))
             ticket.instance = None
-        self.roots, self.states, self.tickets = {}, {}, []
+        self.tickets = []
+        if not self.open:
+            self.roots, self.states = {}, {}
 
 
 class LateTicket(Ticket):
     """A ticket of a followed step, whose tape is written when the first of them is redeemed."""
 
-    __slots__ = ("instance", "slot")
+    __slots__ = ("instance", "slot", "storage")
 
-    def __init__(self, instance: Instance, slot: int, layout: Layout, save: Save) -> None:
+    def __init__(self, instance: Instance, slot: int, layout: Layout, tensor: Tensor) -> None:
         self.buffer = None  # type: ignore[assignment]
         self.layout = layout
-        self.save = save
+        self.save = Save(tensor)
+        self.storage = weakref.ref(tensor.untyped_storage())
         self.instance: Instance | None = instance
         self.slot = slot
 
     def redeem(self) -> Tensor:
-        if self.instance is not None:
-            self.instance.write()
+        with _lock:
+            if self.instance is not None:
+                self.instance.write()
         return super().redeem()
 
 
@@ -209,14 +279,25 @@ class _Compilation:
             call.writes = tuple(trace.writes)
             call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
             call.packs = [
-                self._pack(tensor, packed, self.held_at_pack.get((at, nth)))
+                (*self._pack(tensor, packed, self.held_at_pack.get((at, nth))), trace.nodes[nth + 1] - trace.nodes[0])
                 for nth, (tensor, packed) in enumerate(trace.packs)
             ]
         for call in self.calls:
             call.collects = bool(call.roots or call.copies or call.draws or call.writes)
         program = Program(self.calls, notes)
         program.blueprints = [self.blueprints[order] for order in sorted(self.blueprints)]
+        self._note_last_needs(program)
         return program
+
+    def _note_last_needs(self, program: Program) -> None:
+        makers = {slot: blueprint for blueprint in program.blueprints for slot in blueprint.fills}
+        for at in reversed(range(len(self.calls))):
+            pending = [pack[0] for pack in self.calls[at].packs]
+            while pending:
+                slot = pending.pop()
+                if slot not in program.last:
+                    program.last[slot] = at
+                    pending += [read for _, read, _ in makers[slot].reads] if slot in makers else []
 
     def _check_save(self, packed: Any) -> None:
         buffer, _, save = packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from lowtide.tape.transcript import (
     byte_offset,
     is_foreign,
     name_of,
+    next_node,
     tensors_with_places,
     transformed,
 )
@@ -47,7 +49,7 @@ Leaf = tuple[Place, int, int, int]
 class Trace:
     """What happened below one call."""
 
-    __slots__ = ("first", "last", "leaves", "offsets", "packs", "peeks", "results", "states", "writes")
+    __slots__ = ("first", "last", "leaves", "nodes", "offsets", "packs", "peeks", "results", "states", "writes")
 
     def __init__(self, first: int, leaves: list[Leaf], states: dict[torch.device, bytes]) -> None:
         self.first = first  # numbers of the recipes made
@@ -56,6 +58,7 @@ class Trace:
         self.states = states  # digests of the states of the random generators before it
         self.packs: list[tuple[Tensor | None, Any]] = []  # what autograd saved and was given
         self.offsets: list[int] = []  # of what was saved, in bytes
+        self.nodes = [next_node()]  # before it and whenever something was saved: the number of autograd's next node
         self.writes: set[Place] = set()  # arguments that it writes
         self.peeks = False  # it looked at data
         self.results = False  # it returned tensors
@@ -67,6 +70,7 @@ class ScribingRecorder(Recorder):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.operations: list[int] = []
+        self.thread = threading.get_ident()
         self.traces: list[Trace] = []
         self.now: Trace | None = None
         self.private: dict[int, tuple[Buffer, int, Place, int]] = {}
@@ -122,6 +126,7 @@ class ScribingRecorder(Recorder):
         """The call has returned."""
         assert self.now is not None
         self.now.last = next_order()
+        call.nodes = next_node() - self.now.nodes[0]
         self.now.results = bool(call.results)
         self.now = None
 
@@ -131,6 +136,7 @@ class ScribingRecorder(Recorder):
             self.flaw = "autograd saved something outside of a torch function, or a tensor of another class"
             return packed
         self.now.offsets.append(byte_offset(tensor))
+        self.now.nodes.append(next_node())
         if type(packed) is tuple:
             self.now.packs.append((tensor if packed[0] is tensor else None, packed))
         elif type(packed) is Ticket and packed.save is not None:
@@ -163,7 +169,8 @@ class ScribingRecorder(Recorder):
         self.traces, self.private, self.learned, self.now = [], {}, None, None
 
     def step_aside(self, creates_graph: bool, run: Any) -> Any:
-        self.finish()
+        if threading.get_ident() == self.thread:
+            self.finish()
         return super().step_aside(creates_graph, run)
 
 
@@ -208,6 +215,8 @@ class Scribe(TorchFunctionMode):
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if name_of(func) in ESCAPES:
             raise Flaw("memory escapes from torch's sight")
+        if torch._C._len_torch_dispatch_stack() > 1:
+            raise Flaw("a dispatch mode inside of the recording")
         if transformed() is not None:
             raise Flaw("a torch.func transform")
         call = Call(func)

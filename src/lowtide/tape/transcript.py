@@ -21,9 +21,11 @@ from torch.nn import Parameter
 
 from lowtide.tape.buffers import MADE
 
-CONSTANT, RESULT, PARAMETER, EXTERNAL, SEQUENCE, SLICE = range(6)
+CONSTANT, RESULT, PARAMETER, EXTERNAL, AGAIN, SEQUENCE, SLICE = range(7)
 Pattern = tuple[int, Any, Any]
-"""Kind of an argument and two values that it is compared with."""
+"""Kind of an argument and two values that it is compared with.
+
+RESULT: number, version. AGAIN: number of an EXTERNAL, versions since it was seen first."""
 Place = tuple[Any, ...]
 """Where in (arguments, keyword arguments) or in a result something is: a chain of indices and keywords."""
 
@@ -95,6 +97,7 @@ class Call:
         "guard",
         "kwargs",
         "modules",
+        "nodes",
         "packs",
         "results",
         "roots",
@@ -108,6 +111,7 @@ class Call:
         self.results: list[tuple[Place, int, torch.Size]] = []  # tensors that it returned: where, number, shape
         self.guard: Any = None  # torch's global state
         self.backends: tuple[bool, ...] | None = None
+        self.nodes = 0  # that autograd made: they tell apart what was computed and what was found in a cache
         self.collects = False  # there is something to do before it
         self.chooses = False  # what it computes depends on them
         self.modules: tuple[Any, ...] = ()  # weak references to the modules then running, outermost first
@@ -144,7 +148,7 @@ class Transcriber:
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self.externals: set[int] = set()
+        self.externals: dict[int, int] = {}  # the versions at which they were seen first
         self.owners: dict[int, Tensor] = {}  # by storage: the first tensor from outside that lies in it
         self.count = 0
 
@@ -170,7 +174,8 @@ class Transcriber:
             raise Flaw("a tensor that is not strided, or an inference tensor")
         known = self.known.get(id(value))
         if known is not None and known[0]() is value:
-            return (RESULT, known[1], None if known[1] in self.externals else value._version)
+            first = self.externals.get(known[1])
+            return (RESULT, known[1], value._version) if first is None else (AGAIN, known[1], value._version - first)
         storage = value.untyped_storage()
         if type(value) is Parameter:
             if self.owners.setdefault(storage._cdata, value) is not value:
@@ -179,12 +184,12 @@ class Transcriber:
         if hasattr(storage, MADE):
             raise Flaw("a view that torch's functions did not show")
         number = self.number(value)
-        self.externals.add(number)
+        self.externals[number] = value._version
         owner = self.owners.setdefault(storage._cdata, value)
         if type(owner) is Parameter:
             raise Flaw("a view of a parameter")
         distance = value.storage_offset() - owner.storage_offset()
-        return (EXTERNAL, number, (self.known[id(owner)][1], distance, meta_of(value)))
+        return (EXTERNAL, number, (self.known[id(owner)][1], distance, (*meta_of(value), storage.resizable())))
 
     def number(self, value: Tensor) -> int:
         """Give a tensor that is seen for the first time the next number."""
@@ -203,8 +208,16 @@ def same_call(one: Call, other: Call) -> bool:
         and one.args == other.args
         and one.kwargs == other.kwargs
         and one.results == other.results
+        and one.nodes == other.nodes
         and one.backends == other.backends
     )
+
+
+def same_constant(value: Any, one: Any, kind: type) -> bool:
+    """Whether two constants are equal in every bit that counts: zeros have signs."""
+    if type(value) is not kind or value != one:
+        return False
+    return bool(value and kind is not complex) or repr(value) == repr(one)
 
 
 def tensors_with_places(value: Any, place: Place = ()) -> list[tuple[Place, Tensor]]:
@@ -245,6 +258,8 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
+next_node = torch._C._autograd._get_sequence_nr
+"""The number that this thread's next autograd node will have."""
 transformed = torch._C._functorch.peek_interpreter_stack
 """Not None inside of a torch.func transform, where tensors may be wrappers without memory of their own."""
 
