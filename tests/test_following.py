@@ -201,6 +201,11 @@ def recovered(h: Tensor) -> Tensor:
     return h.sin()
 
 
+def under_hooks(h: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        return h.sin().cos()
+
+
 def recorded_inside(h: Tensor) -> Tensor:
     with lowtide.record(lowtide.policies.keep_all):
         return h.sin().cos()
@@ -256,6 +261,8 @@ CHANGES: dict[str, Callable[[Changing, int], Any]] = {
     "transform from the start": set_to("do", through_transform, at=0),
     "numpy": set_to("do", through_numpy),
     "custom function": set_to("do", Doubled.apply),
+    "saved-tensor hooks": set_to("do", under_hooks),
+    "saved-tensor hooks from the start": set_to("do", under_hooks, at=0),
     "an exception": set_to("do", recovered),
     "an exception from the start": set_to("do", recovered, at=0),
     "another recording": set_to("do", recorded_inside),

@@ -17,7 +17,8 @@ ZOO.flow("sort_both_used", lambda x: (lambda v, i: v.sin() * x.gather(0, i).exp(
 ZOO.flow("max_with_dim", lambda x: x.exp().max(dim=1).values.sin() + x.cos().min(dim=1, keepdim=True)[0].exp())
 ZOO.flow("max_indices_only", lambda x: x.sin()[torch.arange(6), x.exp().max(1).indices].exp())
 ZOO.flow("max_of_ties", lambda x: x.round().amax(1).sin() + x.round().max(1)[0].exp() + x.round().max().cos())
-ZOO.flow("aminmax", lambda x: (lambda low, high: (x - low) / (high - low))(*x.exp().sin().aminmax()).exp())
+if torch.__version__ >= "2.10":  # before, torch cannot differentiate it
+    ZOO.flow("aminmax", lambda x: (lambda low, high: (x - low) / (high - low))(*x.exp().sin().aminmax()).exp())
 ZOO.flow(
     "var_mean_std_mean",
     lambda x: [t.sin() for t in (*torch.var_mean(x.exp(), 1), *torch.std_mean(x.sin(), 0))],

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.tape.backwards import backwards
 from lowtide.tape.buffers import alias
-from lowtide.tape.library import Shelf
+from lowtide.tape.library import Shelf, may_take_over
 from lowtide.tape.presence import presence
 from lowtide.tape.program import Instance, LateTicket, Program
 from lowtide.tape.scribing import Scribe, ScribingRecorder
@@ -48,9 +48,8 @@ from lowtide.tape.transcript import (
     next_node,
     same_call,
     same_constant,
-    transformed,
 )
-from lowtide.tape.transforms import hooks_allowed, pop_hooks, push_hooks
+from lowtide.tape.transforms import pop_hooks, push_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,9 +153,9 @@ class Follower(TorchFunctionMode):
             pass
 
     def record(self) -> None:
-        """Record the step from here on; not inside of a transform, where no hooks may be set."""
+        """Record the step from here on, or from the next call on at which that can be."""
         self.lost = True
-        if self.recording or self.over or transformed() is not None or not hooks_allowed():
+        if self.recording or self.over or not may_take_over(self.pack):
             return
         self._let_go()
         if self.program is None or not self.committed:

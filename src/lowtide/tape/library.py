@@ -11,6 +11,7 @@ import torch
 
 from lowtide.tape.program import Program, program_of
 from lowtide.tape.transcript import EXTERNAL, PARAMETER, Call, Flaw, name_of, same_call, transformed
+from lowtide.tape.transforms import hooks_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -129,6 +130,17 @@ def shelf_of(*key: Hashable) -> Shelf:
             shelves.popitem(last=False)
     shelves.move_to_end(key)
     return shelf
+
+
+def may_take_over(pack: Any) -> bool:
+    """Whether recording may begin while the follower with this pack hook is in force.
+
+    Not inside of a transform, where no hooks may be set; and not inside of modes and hooks that the step has set since:
+    they would take off the recorder's in place of their own.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inside = transformed() is not None or torch._C._len_torch_dispatch_stack() > 0
+    return not inside and hooks_allowed() and top is not None and bool(top[0] == pack)
 
 
 def may_follow() -> bool:

@@ -76,6 +76,8 @@ class Operator:
         self.view = self.view or short == "_unsafe_view" or namespace in ("prim", "profiler")
         if namespace not in _KNOWN_NAMESPACES:
             self.keep = _REASONS.get(namespace, "a custom operator not declared recomputable")
+        elif short in _PARTLY_WRITTEN:
+            self.keep = "leaves part of its results unwritten"
 
     def _read_schema(self, schema: Any) -> None:
         writes: list[int | str] = []
@@ -157,6 +159,7 @@ _OVERWRITES_WHOLE = {
 }  # fmt: skip
 # Batch norm of every backend updates its statistics whether or not its schema says so.
 _WRITTEN_ARGUMENTS = {"running_mean", "running_var"}
+_PARTLY_WRITTEN = {"_ctc_loss"}
 # Sums in the order in which atomics arrive on an accelerator; torch.use_deterministic_algorithms lists them.
 _NOT_REPRODUCIBLE_OFF_CPU = {
     "_index_put_impl_", "bincount", "cumsum", "cumsum_", "embedding_bag", "_embedding_bag", "histc", "index_add",
