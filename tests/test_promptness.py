@@ -123,10 +123,10 @@ def small() -> tuple[Gpt, Tensor]:
     return Gpt(depth=3, width=32, vocabulary=64), torch.randint(0, 64, (2, 16))
 
 
-def test_segments_of_one_block_peak_no_higher_than_checkpoint_per_block() -> None:
+def test_segments_of_one_block_peak_below_checkpoint_per_block() -> None:
     torchs = step_peak(Gpt(wrap=per_block), contextlib.nullcontext())
     ours = step_peak(Gpt(), lowtide.record(POLICIES["segments"]))
-    assert ours <= torchs, f"{ours / 2**20:.2f} MiB against {torchs / 2**20:.2f} MiB"
+    assert ours < torchs, f"{ours / 2**20:.2f} MiB against {torchs / 2**20:.2f} MiB"
 
 
 def test_segments_hold_no_more_after_forward_than_checkpoint_per_block() -> None:
