@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MADE = "_lowtide_made"
 HELD = "_lowtide_held"
 _SNAPSHOT = "_lowtide_snapshot"
+INTERRUPTED = "a recomputation was interrupted halfway and cannot be resumed; run the step again"
 
 Layout = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
 """size, stride, offset (in elements of dtype), dtype, bits (1: lazy conjugate, 2: lazy negative)."""
@@ -53,7 +54,7 @@ class Buffer:
         """The memory itself, checked to be what it was when a recipe took hold of it."""
         value = self.value
         if value is None:
-            raise ReplayMismatch("a recomputation was interrupted halfway and cannot be resumed; run the step again")
+            raise ReplayMismatch(INTERRUPTED)
         if self.version is not None and value._version != self.version:
             if self.rare is not None and self.rare.copy is not None:
                 return self.rare.copy
@@ -136,6 +137,12 @@ def place(value: Tensor, layout: Layout) -> Tensor:
     return base
 
 
+def shifted(layout: Layout, shift: int) -> Layout:
+    """``layout``, ``shift`` bytes further on in its storage."""
+    size, stride, offset, dtype, bits = layout
+    return (size, stride, offset + shift // dtype.itemsize, dtype, bits)
+
+
 def clone_storage(value: Tensor) -> Tensor:
     """A private copy of all of ``value``'s storage, laid out as ``value``."""
     whole, rest = divmod(value.untyped_storage().nbytes(), value.element_size())
@@ -206,11 +213,18 @@ def hold(tensor: Tensor, storage: torch.UntypedStorage) -> Buffer:
     if value.is_neg():
         torch._C._set_neg(value, False)
     buffer = Buffer(None, value, version if version is None or value._version == version else None)
+    register(buffer, storage, live)
+    return buffer
+
+
+def register(buffer: Buffer, storage: torch.UntypedStorage, others: list[weakref.ref[Buffer]] | None = None) -> None:
+    """Let those who write ``storage`` know that ``buffer`` holds its contents, as ``others`` do."""
     if not storage.resizable():
         rare(buffer).shared = True
-    live.append(weakref.ref(buffer))
-    setattr(storage, HELD, live)
-    return buffer
+    if others is None:
+        others = [ref for ref in getattr(storage, HELD, ()) if ref() is not None]
+    others.append(weakref.ref(buffer))
+    setattr(storage, HELD, others)
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from lowtide.tape.backwards import backwards
 from lowtide.tape.buffers import alias
 from lowtide.tape.library import Shelf, may_take_over
 from lowtide.tape.presence import presence
-from lowtide.tape.program import Instance, LateTicket, Program
+from lowtide.tape.program import Instance, Program
 from lowtide.tape.scribing import Scribe, ScribingRecorder
 from lowtide.tape.sites import watch
 from lowtide.tape.tickets import keep, unpack
@@ -40,7 +40,6 @@ from lowtide.tape.transcript import (
     Call,
     Meta,
     Pattern,
-    at,
     backends,
     is_foreign,
     meta_of,
@@ -56,6 +55,11 @@ if TYPE_CHECKING:
 
     from lowtide.tape.policy import Policy
     from lowtide.tape.recorder import Recorder
+
+
+_PLAIN = (Tensor, Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_ref = weakref.ref
 
 
 def _nothing() -> None:
@@ -200,7 +204,8 @@ class Follower(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         if self.scribe is not None:
             return self.scribe.__torch_function__(func, types, args, kwargs)
         if self.recording or self.over:
@@ -271,20 +276,20 @@ class Follower(TorchFunctionMode):
         """Whether a call is the known one."""
         if len(args) != len(call.args) or len(kwargs) != len(call.kwargs) or not call.guard.check():
             return False
-        if torch._C._len_torch_dispatch_stack():  # they may change what a function computes
+        if _dispatch_modes():  # they may change what a function computes
             return False
-        seen = self.seen
+        seen, fits = self.seen, self._fits
         try:
             for value, pattern in zip(args, call.args, strict=True):
                 kind, one, two = pattern
                 if kind == RESULT:
-                    if value is None or seen[one]() is not value or value._version != two:
+                    if seen[one]() is not value or value is None or value._version != two:
                         return False
-                elif (kind != CONSTANT or value is not one) and not self._fits(value, pattern):
+                elif (kind != CONSTANT or value is not one) and not fits(value, pattern):
                     return False
             for key, pattern in call.kwargs.items():
                 value = kwargs.get(key, _nothing)
-                if (pattern[0] != CONSTANT or value is not pattern[1]) and not self._fits(value, pattern):
+                if (pattern[0] != CONSTANT or value is not pattern[1]) and not fits(value, pattern):
                     return False
         except RuntimeError:  # an inference tensor has no version
             return False
@@ -332,47 +337,42 @@ class Follower(TorchFunctionMode):
         self.next += 1
         self.now, self.nth = call, 0
         self.lost = True  # unless all goes well
-        self.nodes = next_node()
+        self.nodes = before = next_node()
         try:
             out = call.func(*args, **kwargs)
         finally:
             self.now = None
-        if self.nth == len(call.packs) and next_node() - self.nodes == call.nodes:
-            self.lost = not self._returned(call, out)
+        if self.nth != len(call.packs) or next_node() - before != call.nodes:
+            return out
+        alone = call.alone
+        if alone is not None:
+            if type(out) is Tensor and out.shape == alone[1]:
+                self.seen[alone[0]] = _ref(out)
+                self.lost = False
+            return out
+        returned = call.tensors_of(out)
+        if returned is not None:
+            for number, tensor in returned:
+                self.seen[number] = _ref(tensor)
+            self.lost = False
         return out
-
-    def _returned(self, call: Call, out: Any) -> bool:
-        """Whether a call returned tensors of the known shapes; notes which they are."""
-        try:
-            for place, number, shape in call.results:
-                tensor = out if not place else at(out, place)
-                if tensor.shape != shape:
-                    return False
-                self.seen[number] = weakref.ref(tensor)
-        except (AttributeError, IndexError, KeyError, TypeError):  # it returned something else
-            return False
-        return True
 
     # ---- saved tensors --------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd's pack hook."""
-        call = self.now
-        if call is None or self.nth < 0 or self.nth >= len(call.packs) or type(tensor) not in (Tensor, Parameter):
+        call, nth = self.now, self.nth
+        if call is None or nth < 0 or nth >= len(call.packs) or type(tensor) not in _PLAIN:
             return self._unexpected(tensor)
-        slot, layout, aliased, held, nodes = call.packs[self.nth]
-        if tensor.shape != layout[0] or tensor.stride() != layout[1] or next_node() - self.nodes != nodes:
+        slot, layout, aliased, held, nodes = call.packs[nth]
+        if tensor.shape != layout[0] or (call.caches and next_node() - self.nodes != nodes):
             return self._unexpected(tensor)
-        self.nth += 1
-        instance = self.instance
-        assert instance is not None
+        self.nth = nth + 1
         if held is not None:
-            instance.hold(held[0], tensor, held[1])
+            self.instance.hold(held[0], tensor, held[1])  # type: ignore[union-attr]  # there is one in a call
         if slot < 0:
             return (alias(tensor) if aliased else tensor, tensor._version)
-        ticket = LateTicket(instance, slot, layout, tensor)
-        instance.add(ticket)
-        return ticket
+        return self.instance.ticket(slot, layout, tensor)  # type: ignore[union-attr]
 
     def _unexpected(self, tensor: Tensor) -> Any:
         self.nth = -1  # this call is not the known one: record after it

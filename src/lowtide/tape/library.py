@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.tape.program import Program, program_of
+from lowtide.tape.compiling import program_of
+from lowtide.tape.program import Program
 from lowtide.tape.transcript import EXTERNAL, PARAMETER, Call, Flaw, name_of, same_call, transformed
 from lowtide.tape.transforms import hooks_allowed
 

@@ -11,34 +11,56 @@ call that its first reader belongs to; all others are described by blueprints.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
 from lowtide.tape import randomness
-from lowtide.tape.buffers import MADE, Buffer, Layout, clone_storage, hold, layout_of, release_held
+from lowtide.tape.buffers import (
+    MADE,
+    Buffer,
+    Layout,
+    clone_storage,
+    hold,
+    register,
+    release_held,
+    shifted,
+)
+from lowtide.tape.buffers import place as laid_out
+from lowtide.tape.numbered import NumberedReplay
 from lowtide.tape.recipes import FullRecipe, Recipe
-from lowtide.tape.tickets import Save, Ticket
-from lowtide.tape.transcript import Call, Flaw, Meta, byte_offset, meta_of, name_of, tensors_with_places
+from lowtide.tape.replay import lock
+from lowtide.tape.tickets import Save, Ticket, still_there
+from lowtide.tape.transcript import Call, Meta, byte_offset, meta_of
 from lowtide.tape.transcript import at as item_at
 
 if TYPE_CHECKING:
     from lowtide.tape.operators import Operator
     from lowtide.tape.recorder import Recorder
-    from lowtide.tape.scribing import Scribe, ScribingRecorder, Trace
-
-
-_lock = threading.RLock()
 
 
 class Blueprint:
     """One recipe of a program, with slots in place of buffers."""
 
-    __slots__ = ("args", "draws", "fills", "grad", "kind", "kwargs", "level", "made", "op", "outs", "reads", "written")
+    __slots__ = (
+        "args",
+        "draws",
+        "fills",
+        "grad",
+        "kind",
+        "kwargs",
+        "level",
+        "made",
+        "op",
+        "outs",
+        "reads",
+        "straight",
+        "wants",
+        "written",
+    )
 
     def __init__(self, recipe: Recipe, draws: int) -> None:
         self.op: Operator = recipe.op
@@ -51,6 +73,15 @@ class Blueprint:
         self.outs: list[tuple[int, int]] = []
         self.made: list[tuple[int, int]] = []
         self.written: dict[int, bool] = {}
+        self.wants: tuple[int, ...] = ()  # the slots that it reads, each once
+        self.straight: list[bool] = []  # by read: what is read never has to be laid out anew
+
+    def seal(self) -> None:
+        """All its reads and fills are known."""
+        self.wants = tuple(dict.fromkeys(slot for _, slot, _ in self.reads))
+        self.straight = [False] * len(self.reads)
+        if not self.outs and not self.made:
+            self.outs = [(-1, self.fills[0])]
 
     def write(
         self, buffers: dict[int, Buffer], needed: set[int], states: dict[int, Any], shifts: dict[int, int]
@@ -79,12 +110,6 @@ class Blueprint:
             recipe.states = states[self.draws]
 
 
-def shifted(layout: Layout, shift: int) -> Layout:
-    """``layout``, ``shift`` bytes further on in its storage."""
-    size, stride, offset, dtype, bits = layout
-    return (size, stride, offset + shift // dtype.itemsize, dtype, bits)
-
-
 class Program:
     """A step that is known: its calls, and the tape that follows from them."""
 
@@ -92,14 +117,41 @@ class Program:
         self.calls = calls
         self.followed = self.missed = 0
         self.notes = notes  # what the recorder noted for its report
-        self.blueprints: list[Blueprint] = []
         self.tensors = 1 + max(
             (number for call in calls for number in (*call.externals(), *(n for _, n, _ in call.results))), default=0
         )
         parameters = {id(ref()): (ref, meta) for call in calls for ref, meta in call.parameters()}
         self.parameters: list[tuple[weakref.ref[Tensor], Meta]] = list(parameters.values())
-        self.last: dict[int, int] = {}  # by slot: the last call in which something is saved that leads to it
         self.writes = any(call.writes for call in calls)
+        self.blueprints: list[Blueprint] = []
+        self.makers: list[int] = []  # by slot: the blueprint that fills it, -1 of a root
+        self.uses: list[int] = []  # by slot: tickets to it and blueprints that read it
+        self.tickets = 0
+        self.last: dict[int, int] = {}  # by slot: the last call in which something is saved that leads to it
+        self.weights: list[tuple[int, weakref.ref[Tensor], Layout]] = []  # parameters among the roots, by slot
+        self.deep = False  # what a replay passes through may be dropped again
+
+    def seal(self, blueprints: list[Blueprint], slots: int) -> None:
+        """All that makes the tape is known."""
+        self.blueprints = blueprints
+        self.makers, self.uses = [-1] * slots, [0] * slots
+        for nth, blueprint in enumerate(blueprints):
+            blueprint.seal()
+            for slot in blueprint.fills:
+                self.makers[slot] = nth
+            for slot in blueprint.wants:
+                self.uses[slot] += 1
+        for at in reversed(range(len(self.calls))):
+            pending = [pack[0] for pack in self.calls[at].packs if pack[0] >= 0]
+            self.tickets += len(pending)
+            for slot in pending:
+                self.uses[slot] += 1
+            while pending:
+                slot = pending.pop()
+                if slot not in self.last:
+                    self.last[slot] = at
+                    pending += blueprints[self.makers[slot]].wants if self.makers[slot] >= 0 else ()
+        self.deep = any(blueprint.level for blueprint in blueprints)
 
     def fits(self) -> bool:
         """Whether all its parameters are there and are what they were in all but their values."""
@@ -114,20 +166,48 @@ class Program:
         return {ref().untyped_storage()._cdata for ref, _ in self.parameters}  # type: ignore[union-attr]
 
 
-class Instance:
-    """One step of a program: what it took from outside, until the tape is written from it."""
+class Weight(Buffer):
+    """The memory of a parameter that a program reads and does not write, as it was when the step began."""
 
-    __slots__ = ("blueprints", "dead", "last", "open", "roots", "shifts", "states", "tickets")
+    __slots__ = ("layout", "storage")
+
+    def __init__(self, parameter: Tensor, layout: Layout) -> None:
+        super().__init__(None, parameter, parameter._version)
+        self.layout = layout
+        self.storage = parameter.untyped_storage()
+        register(self, self.storage)
+
+    def contents(self) -> Tensor:
+        value = self.value
+        if (
+            value is not None
+            and value._version == self.version
+            and value.untyped_storage()._cdata != self.storage._cdata
+        ):  # the parameter was given other memory since
+            size, stride, offset, dtype, _ = self.layout
+            self.value = torch.empty(0, dtype=dtype, device=self.storage.device)
+            self.value.set_(self.storage, offset, size, stride)
+            self.version = self.value._version
+        return super().contents()
+
+
+class Instance:
+    """One step of a program: what it took from outside, until it is replayed or its tape is written."""
+
+    __slots__ = ("dead", "open", "program", "replay", "roots", "shifts", "states", "tickets")
 
     def __init__(self, program: Program) -> None:
-        self.blueprints = program.blueprints
-        self.last = program.last
+        self.program = program
         self.open = True  # the step goes on
         self.dead = 0  # tickets that nobody will redeem
-        self.roots: dict[int, Buffer] = {}
+        self.roots: dict[int, Buffer] = {
+            slot: Weight(ref(), layout)  # type: ignore[arg-type]  # fits() has seen that it is there
+            for slot, ref, layout in program.weights
+        }
         self.shifts: dict[int, int] = {}  # bytes by which a root lies elsewhere in its storage than in the known step
         self.states: dict[int, Any] = {}
-        self.tickets: list[weakref.ref[LateTicket]] = []
+        self.tickets: list[TicketRef] = []
+        self.replay: NumberedReplay | None = None
 
     def hold(self, slot: int, tensor: Tensor, offset: int) -> None:
         """Fill ``slot`` with the memory that ``tensor`` lies in, at ``offset`` bytes in the known step."""
@@ -156,33 +236,72 @@ class Instance:
         if call.draws:
             self.states[nth] = randomness.states_of(call.draws)
 
-    def add(self, ticket: LateTicket) -> None:
-        """A ticket was handed out."""
-        self.tickets.append(weakref.ref(ticket, self._died))
+    def ticket(self, slot: int, layout: Layout, tensor: Tensor) -> LateTicket:
+        """A ticket for ``tensor``, which is what ``slot`` holds."""
+        ticket = LateTicket(self, slot, layout, tensor)
+        ref = TicketRef(ticket, self._died)
+        ref.slot = slot
+        self.tickets.append(ref)
+        return ticket
 
-    def _died(self, _: Any) -> None:
-        self.dead += 1
+    def _died(self, ref: TicketRef) -> None:
+        if self.replay is None:
+            self.dead += 1
+        else:
+            with lock:
+                self.replay.release(ref.slot)
 
     def _drop_roots(self, nth: int) -> None:
         """Let go of what no ticket leads to, and none will from the ``nth`` call on: a graph died halfway."""
         self.tickets = [ref for ref in self.tickets if ref() is not None]
         self.dead = 0
-        needed, _ = self._needed([ticket for ref in self.tickets if (ticket := ref()) is not None])
-        for slot in [slot for slot in self.roots if slot not in needed and self.last.get(slot, nth) < nth]:
+        uses = self._uses()
+        last = self.program.last
+        for slot in [slot for slot in self.roots if not uses[slot] and last.get(slot, nth) < nth]:
             del self.roots[slot]
 
-    def _needed(self, tickets: list[LateTicket]) -> tuple[set[int], list[Blueprint]]:
-        """The slots that lead to ``tickets``, and the blueprints, the last first."""
-        needed = {ticket.slot for ticket in tickets}
-        chosen = []
-        for blueprint in reversed(self.blueprints):
-            if not needed.isdisjoint(blueprint.fills):
-                chosen.append(blueprint)
-                needed.update(slot for _, slot, _ in blueprint.reads)
-        return needed, chosen
+    def _uses(self) -> list[int]:
+        """By slot: tickets that are there and blueprints that lead to one and read it."""
+        if not self.dead and len(self.tickets) == self.program.tickets:
+            return self.program.uses.copy()
+        uses = [0] * len(self.program.uses)
+        for ref in self.tickets:
+            if ref() is not None:
+                uses[ref.slot] += 1
+        for blueprint in reversed(self.program.blueprints):
+            if any(uses[slot] for slot in blueprint.fills):
+                for slot in blueprint.wants:
+                    uses[slot] += 1
+        return uses
+
+    def contents(self, ticket: LateTicket) -> Tensor | None:
+        """What a ticket stands for; None if it has got a buffer instead."""
+        replay = self.replay
+        if replay is None:
+            with lock:
+                if self.replay is None and ticket.instance is not None:
+                    self._prepare()
+                replay = self.replay
+        if replay is None or ticket.instance is None:
+            return None
+        value = replay.contents(ticket.slot)
+        shift = self.shifts.get(ticket.slot, 0) if self.shifts else 0
+        return laid_out(value, shifted(ticket.layout, shift) if shift else ticket.layout)
+
+    def _prepare(self) -> None:
+        if self.open or self.program.deep:
+            self.write()
+            return
+        program, uses = self.program, self._uses()
+        self.tickets = [ref for ref in self.tickets if ref() is not None]  # they tell when they die
+        roots = {slot: root for slot, root in self.roots.items() if uses[slot]}
+        self.replay = NumberedReplay(program.blueprints, program.makers, uses, roots, self.states, self.shifts)
+        self.roots, self.states = {}, {}
 
     def hand_over(self, recorder: Recorder) -> None:
         """Let a recorder know what was dropped so far and still lives: it may be written."""
+        if self.replay is not None:
+            return
         with contextlib.suppress(KeyError, ReplayMismatch):  # said when it is redeemed
             alive = [ticket for ref in self.tickets if (ticket := ref()) is not None]
             self.write()
@@ -197,204 +316,54 @@ class Instance:
 
     def write(self) -> None:
         """Write the part of the tape that leads to tickets that are still there."""
+        self.dead = 1  # count them
         tickets = [ticket for ref in self.tickets if (ticket := ref()) is not None]
-        needed, chosen = self._needed(tickets)
-        buffers = {slot: buffer for slot, buffer in self.roots.items() if slot in needed}
-        for blueprint in reversed(chosen):
-            blueprint.write(buffers, needed, self.states, self.shifts)
+        uses = self._uses()
+        buffers = {slot: root for slot, root in self.roots.items() if uses[slot]}
+        needed = {slot for slot, count in enumerate(uses) if count}
+        for blueprint in self.program.blueprints:
+            if not needed.isdisjoint(blueprint.fills):
+                blueprint.write(buffers, needed, self.states, self.shifts)
         for ticket in tickets:
             if ticket.slot not in buffers:
                 raise ReplayMismatch("a step ended halfway and its activations cannot be recomputed; run it again")
             ticket.buffer = buffers[ticket.slot]
             ticket.layout = shifted(ticket.layout, self.shifts.get(ticket.slot, 0))
+            ticket.save = Save(ticket.origin, ticket.version)
             ticket.instance = None
         self.tickets = []
         if not self.open:
             self.roots, self.states = {}, {}
 
 
-class LateTicket(Ticket):
-    """A ticket of a followed step, whose tape is written when the first of them is redeemed."""
+class TicketRef(weakref.ref["LateTicket"]):
+    """A weak reference that knows the slot of its ticket when that is gone."""
 
-    __slots__ = ("instance", "slot", "storage")
+    __slots__ = ("slot",)
+    slot: int
+
+
+class LateTicket(Ticket):
+    """A ticket of a followed step, which has no tape unless one is written for it."""
+
+    __slots__ = ("instance", "origin", "slot", "storage", "version")
 
     def __init__(self, instance: Instance, slot: int, layout: Layout, tensor: Tensor) -> None:
         self.buffer = None  # type: ignore[assignment]
         self.layout = layout
-        self.save = Save(tensor)
+        self.save = None
+        self.origin = weakref.ref(tensor)
+        self.version = tensor._version
         self.storage = weakref.ref(tensor.untyped_storage())
         self.instance: Instance | None = instance
         self.slot = slot
 
     def redeem(self) -> Tensor:
-        with _lock:
-            if self.instance is not None:
-                self.instance.write()
+        instance = self.instance
+        if instance is not None:
+            value = still_there(self.origin, self.version, self.layout)
+            if value is None:
+                value = instance.contents(self)
+            if value is not None:
+                return value
         return super().redeem()
-
-
-# ---- from a transcript and a tape ---------------------------------------------------------------------------
-
-
-def program_of(scribe: Scribe, recorder: ScribingRecorder, notes: dict[Any, int]) -> Program:
-    """The program that the transcript and the tape of one step show.
-
-    Raises:
-        Flaw: the tape does not follow from the calls.
-    """
-    for flaw in (scribe.flaw, recorder.flaw):
-        if flaw is not None:
-            raise Flaw(flaw)
-    return _Compilation(scribe.calls, recorder).run(notes)
-
-
-class _Compilation:
-    def __init__(self, calls: list[Call], recorder: ScribingRecorder) -> None:
-        self.calls = calls
-        self.traces: list[Trace] = recorder.traces
-        self.starts = [trace.first for trace in self.traces]
-        self.private = recorder.private
-        self.slots: dict[int, int] = {}
-        self.buffers: list[Buffer] = []
-        self.readers: dict[int, list[Recipe]] = {}
-        self.blueprints: dict[int, Blueprint] = {}
-        self.held_at_pack: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def run(self, notes: dict[Any, int]) -> Program:
-        """Number the buffers that tickets lead to, and describe how each is made."""
-        for trace in self.traces:
-            if trace.peeks and trace.results:
-                raise Flaw("a function whose operations depend on data")
-            for _, packed in trace.packs:
-                if len(packed) == 3:
-                    self._check_save(packed)
-                    self._number(packed[0])
-        for buffer in self.buffers:
-            if buffer.recipe is not None:
-                self._describe(buffer, buffer.recipe)
-        for buffer in self.buffers:
-            if buffer.recipe is None:
-                self._find_source(buffer)
-        for at, (call, trace) in enumerate(zip(self.calls, self.traces, strict=True)):
-            call.writes = tuple(trace.writes)
-            call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
-            call.packs = [
-                (*self._pack(tensor, packed, self.held_at_pack.get((at, nth))), trace.nodes[nth + 1] - trace.nodes[0])
-                for nth, (tensor, packed) in enumerate(trace.packs)
-            ]
-        for call in self.calls:
-            call.collects = bool(call.roots or call.copies or call.draws or call.writes)
-        program = Program(self.calls, notes)
-        program.blueprints = [self.blueprints[order] for order in sorted(self.blueprints)]
-        self._note_last_needs(program)
-        return program
-
-    def _note_last_needs(self, program: Program) -> None:
-        makers = {slot: blueprint for blueprint in program.blueprints for slot in blueprint.fills}
-        for at in reversed(range(len(self.calls))):
-            pending = [pack[0] for pack in self.calls[at].packs]
-            while pending:
-                slot = pending.pop()
-                if slot not in program.last:
-                    program.last[slot] = at
-                    pending += [read for _, read, _ in makers[slot].reads] if slot in makers else []
-
-    def _check_save(self, packed: Any) -> None:
-        buffer, _, save = packed
-        if save.stale or (buffer.rare is not None and buffer.rare.next is not None):
-            raise Flaw("a saved tensor is overwritten")
-
-    def _number(self, first: Buffer) -> None:
-        pending = [first]
-        while pending:
-            buffer = pending.pop()
-            if id(buffer) in self.slots:
-                continue
-            self.slots[id(buffer)] = len(self.buffers)
-            self.buffers.append(buffer)
-            if buffer.recipe is not None:
-                for _, read, _ in buffer.recipe.reads:
-                    self.readers.setdefault(id(read), []).append(buffer.recipe)
-                    pending.append(read)
-
-    def _call_of(self, recipe: Recipe) -> int:
-        at = bisect_right(self.starts, recipe.order) - 1
-        if at < 0 or recipe.order >= self.traces[at].last:
-            raise Flaw(f"{recipe.op.name} ran outside of a torch function")
-        return at
-
-    def _describe(self, buffer: Buffer, recipe: Recipe) -> None:
-        blueprint = self.blueprints.get(recipe.order)
-        if blueprint is None:
-            at = self._call_of(recipe)
-            if (
-                recipe.unit is not None
-                or "as_strided" in recipe.op.name
-                or tensors_with_places((recipe.args, recipe.kwargs))
-            ):
-                raise Flaw(f"{recipe.op.name} reads what is not followed")
-            blueprint = self.blueprints[recipe.order] = Blueprint(recipe, self._draws(recipe, at))
-            blueprint.reads = [(position, self.slots[id(read)], layout) for position, read, layout in recipe.reads]
-            if isinstance(recipe, FullRecipe):
-                self._describe_full(blueprint, recipe)
-        blueprint.fills.append(self.slots[id(buffer)])
-
-    def _describe_full(self, blueprint: Blueprint, recipe: FullRecipe) -> None:
-        slots = self.slots
-        for which, ref in recipe.outs:
-            if id(ref()) in slots and ref() is not None:
-                blueprint.outs.append((which, slots[id(ref())]))
-        for old, ref in recipe.made:
-            if id(ref()) in slots and ref() is not None:
-                blueprint.made.append((slots[old], slots[id(ref())]))
-        blueprint.written = {slots[key]: alone for key, alone in (recipe.written or {}).items()}
-
-    def _draws(self, recipe: Recipe, at: int) -> int:
-        if not isinstance(recipe, FullRecipe) or (recipe.states is None and not recipe.generators):
-            return -1
-        states = self.traces[at].states
-        if recipe.generators or recipe.states is None:
-            raise Flaw("an explicit random generator")
-        for device, state in recipe.states:
-            if states.get(device) != randomness.digest(state):
-                raise Flaw("a function that draws random numbers twice")
-        devices = tuple(device for device, _ in recipe.states)
-        if self.calls[at].draws not in ((), devices):
-            raise Flaw("a function that draws random numbers on several devices")
-        self.calls[at].draws = devices
-        return at
-
-    def _find_source(self, held: Buffer) -> None:
-        slot = self.slots[id(held)]
-        private = self.private.get(id(held))
-        if private is not None:
-            _, at, place, offset = private
-            self.calls[at].copies.append((place, slot, offset))
-            return
-        value = held.value
-        if value is None or held.version is None:
-            raise Flaw("memory that was copied, or that has no version")
-        storage = value.untyped_storage()._cdata
-        readers = [self._call_of(recipe) for recipe in self.readers.get(id(held), ())]
-        first = min(readers, default=len(self.calls))
-        if readers:
-            for place, leaf, version, offset in self.traces[first].leaves:
-                if leaf == storage and version == held.version:
-                    self.calls[first].roots.append((place, slot, offset))
-                    return
-        for at, trace in enumerate(self.traces[: first + 1]):
-            for nth, (_, packed) in enumerate(trace.packs):
-                version = packed[2].version if len(packed) == 3 else packed[1]
-                if version == held.version and (
-                    packed[0] is held if len(packed) == 3 else packed[0].untyped_storage()._cdata == storage
-                ):
-                    if (at, nth) in self.held_at_pack:
-                        raise Flaw("two versions of what was saved once")
-                    self.held_at_pack[at, nth] = (slot, trace.offsets[nth])
-                    return
-        raise Flaw("memory that no function was given")
-
-    def _pack(self, tensor: Tensor | None, packed: Any, held: Any) -> tuple[int, Any, bool, Any]:
-        if len(packed) == 3:
-            return (self.slots[id(packed[0])], packed[1], False, held)
-        return (-1, layout_of(packed[0]), tensor is None, held)

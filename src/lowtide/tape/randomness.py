@@ -69,7 +69,7 @@ def enter(states: tuple[State, ...]) -> tuple[State, ...]:
     return before
 
 
-def leave(before: tuple[State, ...]) -> None:
+def leave(before: Iterable[State]) -> None:
     """Put back what ``enter`` found, as if nothing had been drawn since."""
     for device, state in before:
         set_state(device, state)

@@ -55,7 +55,7 @@ class Recipe:
             if type(position) is int:
                 args[position] = tensor
             else:
-                _put(args, kwargs, position, tensor)
+                put(args, kwargs, position, tensor)
         return self.op.call(*args, **kwargs) if kwargs else self.op.call(*args)
 
 
@@ -79,7 +79,7 @@ class FullRecipe(Recipe):
             try:
                 self.args, self.kwargs = list(args), dict(kwargs or {})
                 for position, generator, state in self.generators:
-                    _put(self.args, self.kwargs, position, randomness.twin(generator, state))
+                    put(self.args, self.kwargs, position, randomness.twin(generator, state))
                 return super().run(inputs)
             finally:
                 self.args, self.kwargs = args, kwargs
@@ -92,7 +92,7 @@ class FullRecipe(Recipe):
             randomness.leave(before)
 
 
-def _put(args: list[Any], kwargs: dict[str, Any] | None, position: Position, value: Any) -> None:
+def put(args: list[Any], kwargs: dict[str, Any] | None, position: Position, value: Any) -> None:
     """Put ``value`` where an argument was."""
     if not isinstance(position, tuple):
         (args if isinstance(position, int) else kwargs or {})[position] = value  # type: ignore[index]

@@ -27,7 +27,7 @@ from lowtide.tape.buffers import Buffer, clone_storage, place
 from lowtide.tape.recipes import FullRecipe, Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 # Operators are replayed exactly as they were recorded: below autograd, autocast and version counting.
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -63,40 +63,48 @@ def tapes() -> list[TapeMode]:
     return [mode for mode in stack if isinstance(mode, TapeMode)]
 
 
-_lock = threading.RLock()
+lock = threading.RLock()
 _transform_in_force = torch._C._functorch.peek_interpreter_stack
 _modes_in_force = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled
+set_grad_enabled = torch._C._set_grad_enabled
 _Exclude = torch._C._ExcludeDispatchKeyGuard
 
 
 def rebuild(buffer: Buffer) -> Tensor:
     """The contents of ``buffer``: as they are, or made again from what is still there."""
-    if buffer.recipe is None:
-        return buffer.contents()
+    if buffer.recipe is not None:
+        below(_make, buffer)
+    return buffer.contents()
+
+
+def below(work: Callable[..., None], *args: Any) -> None:
+    """Run ``work`` below autograd and autocast, unseen by this thread's recorders, one thread at a time."""
     if _transform_in_force() is not None:  # a batched backward: replay outside of it
         with temporarily_clear_interpreter_stack():
-            return rebuild(buffer)
-    with _lock:
-        if buffer.recipe is None:  # another thread was faster
-            return buffer.contents()
+            return below(work, *args)
+    with lock:
         grad = _grad_enabled()
         recording = _modes_in_force() > 0
         if recording:
             pause(1)
         try:
             with _Exclude(_BELOW):
-                if not _is_one_step(buffer):
-                    for step in _plan(buffer):
-                        if step.recipe.grad is not _grad_enabled():
-                            _set_grad_enabled(step.recipe.grad)
-                        _follow(step)
+                work(*args)
         finally:
             if recording:
                 pause(-1)
-            _set_grad_enabled(grad)
-    return buffer.contents()
+            set_grad_enabled(grad)
+    return None
+
+
+def _make(buffer: Buffer) -> None:
+    if buffer.recipe is None or _is_one_step(buffer):  # another thread was faster
+        return
+    for step in _plan(buffer):
+        if step.recipe.grad is not _grad_enabled():
+            set_grad_enabled(step.recipe.grad)
+        _follow(step)
 
 
 def _is_one_step(buffer: Buffer) -> bool:
@@ -108,7 +116,7 @@ def _is_one_step(buffer: Buffer) -> bool:
         if read.recipe is not None:
             return False
     inputs = [place(read.contents(), layout) for _, read, layout in recipe.reads]
-    _set_grad_enabled(recipe.grad)
+    set_grad_enabled(recipe.grad)
     buffer.value = recipe.run(inputs)
     buffer.recipe = None
     return True

@@ -206,9 +206,8 @@ class Scribe(TorchFunctionMode):
         except BaseException:
             self.flaw = f"{name_of(func)} raised"
             raise
-        call.results = [
-            (place, self.transcriber.number(tensor), tensor.shape) for place, tensor in tensors_with_places(out)
-        ]
+        found = [(place, self.transcriber.number(tensor), tensor.shape) for place, tensor in tensors_with_places(out)]
+        call.returned(found, plain=type(out) is Tensor)
         self.recorder.close_call(call, out)
         return out
 
@@ -226,4 +225,5 @@ class Scribe(TorchFunctionMode):
             self._guard = torch._C._dynamo.guards.GlobalStateGuard()
         call.guard = self._guard
         call.backends = backends()
+        call.caches = torch._C._is_any_autocast_enabled()
         return call

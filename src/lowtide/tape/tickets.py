@@ -29,9 +29,9 @@ class Save:
 
     __slots__ = ("origin", "stale", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.origin = weakref.ref(tensor)
-        self.version = tensor._version
+    def __init__(self, origin: weakref.ref[Tensor], version: int) -> None:
+        self.origin = origin
+        self.version = version
         self.stale = False
 
     def written_through(self, written: Tensor) -> None:
@@ -54,6 +54,20 @@ def share_counter(one: Tensor, other: Tensor) -> bool:
     return shared
 
 
+def still_there(ref: weakref.ref[Tensor], version: int, layout: Layout) -> Tensor | None:
+    """What was saved at a version, if the program still holds it as it was.
+
+    Raises:
+        RootChanged: it was modified since.
+    """
+    origin = ref()
+    if origin is None:
+        return None
+    if origin._version != version:
+        raise RootChanged(modified_message(origin.shape, origin.dtype, version, origin._version))
+    return origin if layout_of(origin) == layout else None
+
+
 class Ticket:
     """A saved tensor that was dropped: which buffer, which view of it."""
 
@@ -71,12 +85,9 @@ class Ticket:
             return place(rebuild(self.buffer), self.layout)
         if save.stale:
             raise RootChanged(modified_message(self.layout[0], self.layout[3], save.version, None))
-        origin = save.origin()
+        origin = still_there(save.origin, save.version, self.layout)
         if origin is not None:
-            if origin._version != save.version:
-                raise RootChanged(modified_message(origin.shape, origin.dtype, save.version, origin._version))
-            if layout_of(origin) == self.layout:
-                return origin
+            return origin
         buffer = self.buffer
         while buffer.rare is not None and buffer.rare.next is not None:
             buffer = buffer.rare.next  # written through .data: the saved tensor has the new contents
@@ -167,7 +178,7 @@ def keep(tensor: Tensor, by_function: bool = False) -> Kept:
 
 def pack_dropped(tensor: Tensor, buffer: Buffer) -> Ticket:
     """Give up a tensor whose buffer can be made again."""
-    save = Save(tensor)
+    save = Save(weakref.ref(tensor), tensor._version)
     if buffer.saves is None:
         buffer.saves = [save]
     else:

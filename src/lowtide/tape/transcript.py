@@ -86,8 +86,10 @@ class Call:
     """One call of a torch function, as it was made once."""
 
     __slots__ = (
+        "alone",
         "args",
         "backends",
+        "caches",
         "chooses",
         "collects",
         "copies",
@@ -109,9 +111,11 @@ class Call:
         self.args: tuple[Pattern, ...] = ()
         self.kwargs: dict[str, Pattern] = {}
         self.results: list[tuple[Place, int, torch.Size]] = []  # tensors that it returned: where, number, shape
+        self.alone: tuple[int, torch.Size] | None = None  # number and shape of its result, if that is one tensor
         self.guard: Any = None  # torch's global state
         self.backends: tuple[bool, ...] | None = None
         self.nodes = 0  # that autograd made: they tell apart what was computed and what was found in a cache
+        self.caches = False  # such a cache is in force
         self.collects = False  # there is something to do before it
         self.chooses = False  # what it computes depends on them
         self.modules: tuple[Any, ...] = ()  # weak references to the modules then running, outermost first
@@ -122,6 +126,24 @@ class Call:
         self.draws: tuple[torch.device, ...] = ()  # devices whose random state it draws from
         self.writes: tuple[Place, ...] = ()  # arguments that it writes
         self.packs: list[Any] = []  # see program.py
+
+    def returned(self, results: list[tuple[Place, int, torch.Size]], plain: bool) -> None:
+        """Note the tensors that it returned; ``plain``, if that is one tensor of torch's own class."""
+        self.results = results
+        self.alone = results[0][1:] if plain else None
+
+    def tensors_of(self, out: Any) -> list[tuple[int, Tensor]] | None:
+        """The tensors in ``out`` with their numbers; None if it is not what the call returned when it was known."""
+        found = []
+        try:
+            for place, number, shape in self.results:
+                tensor = out if not place else at(out, place)
+                if tensor.shape != shape:
+                    return None
+                found.append((number, tensor))
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+        return found
 
     def leaves(self) -> list[Pattern]:
         """The patterns of the tensors among its arguments."""

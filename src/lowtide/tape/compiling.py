@@ -1,0 +1,188 @@
+"""From a transcript and a tape to a program: what each call has to leave, and how each dropped buffer is made.
+
+Every buffer that a ticket leads to gets a number, its slot. Where a root comes from is found out: an argument of the
+call that its first reader belongs to, or something that autograd saved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lowtide.tape import randomness
+from lowtide.tape.buffers import Buffer, layout_of
+from lowtide.tape.program import Blueprint, Program
+from lowtide.tape.recipes import FullRecipe, Recipe
+from lowtide.tape.transcript import CONSTANT, PARAMETER, Call, Flaw, name_of, tensors_with_places
+from lowtide.tape.transcript import at as item_at
+
+if TYPE_CHECKING:
+    from lowtide.tape.scribing import Scribe, ScribingRecorder, Trace
+
+
+def program_of(scribe: Scribe, recorder: ScribingRecorder, notes: dict[Any, int]) -> Program:
+    """The program that the transcript and the tape of one step show.
+
+    Raises:
+        Flaw: the tape does not follow from the calls.
+    """
+    for flaw in (scribe.flaw, recorder.flaw):
+        if flaw is not None:
+            raise Flaw(flaw)
+    return _Compilation(scribe.calls, recorder).run(notes)
+
+
+class _Compilation:
+    def __init__(self, calls: list[Call], recorder: ScribingRecorder) -> None:
+        self.calls = calls
+        self.traces: list[Trace] = recorder.traces
+        self.starts = [trace.first for trace in self.traces]
+        self.private = recorder.private
+        self.slots: dict[int, int] = {}
+        self.buffers: list[Buffer] = []
+        self.readers: dict[int, list[Recipe]] = {}
+        self.blueprints: dict[int, Blueprint] = {}
+        self.held_at_pack: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def run(self, notes: dict[Any, int]) -> Program:
+        """Number the buffers that tickets lead to, and describe how each is made."""
+        for trace in self.traces:
+            if trace.peeks and trace.results:
+                raise Flaw("a function whose operations depend on data")
+            for _, packed in trace.packs:
+                if len(packed) == 3:
+                    self._check_save(packed)
+                    self._number(packed[0])
+        for buffer in self.buffers:
+            if buffer.recipe is not None:
+                self._describe(buffer, buffer.recipe)
+        for buffer in self.buffers:
+            if buffer.recipe is None:
+                self._find_source(buffer)
+        for at, (call, trace) in enumerate(zip(self.calls, self.traces, strict=True)):
+            call.writes = tuple(trace.writes)
+            call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
+            call.packs = [
+                (*self._pack(tensor, packed, self.held_at_pack.get((at, nth))), trace.nodes[nth + 1] - trace.nodes[0])
+                for nth, (tensor, packed) in enumerate(trace.packs)
+            ]
+        program = Program(self.calls, notes)
+        program.seal([self.blueprints[order] for order in sorted(self.blueprints)], len(self.buffers))
+        if not program.writes:
+            self._find_weights(program)
+        for call in self.calls:
+            call.collects = bool(call.roots or call.copies or call.draws or call.writes)
+        return program
+
+    def _find_weights(self, program: Program) -> None:
+        """Parameters that nobody writes in the step need not be taken hold of by each call that reads one."""
+        for call in self.calls:
+            for root in call.roots:
+                place, slot, _ = root
+                pattern = item_at((call.args, call.kwargs), place) if len(place) == 2 else (CONSTANT, None, None)
+                if pattern[0] == PARAMETER:
+                    ref: Any = pattern[1]
+                    program.weights.append((slot, ref, layout_of(ref())))
+                    call.roots = [other for other in call.roots if other is not root]
+
+    def _check_save(self, packed: Any) -> None:
+        buffer, _, save = packed
+        if save.stale or (buffer.rare is not None and buffer.rare.next is not None):
+            raise Flaw("a saved tensor is overwritten")
+
+    def _number(self, first: Buffer) -> None:
+        pending = [first]
+        while pending:
+            buffer = pending.pop()
+            if id(buffer) in self.slots:
+                continue
+            self.slots[id(buffer)] = len(self.buffers)
+            self.buffers.append(buffer)
+            if buffer.recipe is not None:
+                for _, read, _ in buffer.recipe.reads:
+                    self.readers.setdefault(id(read), []).append(buffer.recipe)
+                    pending.append(read)
+
+    def _call_of(self, recipe: Recipe) -> int:
+        at = bisect_right(self.starts, recipe.order) - 1
+        if at < 0 or recipe.order >= self.traces[at].last:
+            raise Flaw(f"{recipe.op.name} ran outside of a torch function")
+        return at
+
+    def _describe(self, buffer: Buffer, recipe: Recipe) -> None:
+        blueprint = self.blueprints.get(recipe.order)
+        if blueprint is None:
+            at = self._call_of(recipe)
+            if (
+                recipe.unit is not None
+                or "as_strided" in recipe.op.name
+                or tensors_with_places((recipe.args, recipe.kwargs))
+            ):
+                raise Flaw(f"{recipe.op.name} reads what is not followed")
+            blueprint = self.blueprints[recipe.order] = Blueprint(recipe, self._draws(recipe, at))
+            blueprint.reads = [(position, self.slots[id(read)], layout) for position, read, layout in recipe.reads]
+            if isinstance(recipe, FullRecipe):
+                self._describe_full(blueprint, recipe)
+        blueprint.fills.append(self.slots[id(buffer)])
+
+    def _describe_full(self, blueprint: Blueprint, recipe: FullRecipe) -> None:
+        slots = self.slots
+        for which, ref in recipe.outs:
+            if id(ref()) in slots and ref() is not None:
+                blueprint.outs.append((which, slots[id(ref())]))
+        for old, ref in recipe.made:
+            if id(ref()) in slots and ref() is not None:
+                blueprint.made.append((slots[old], slots[id(ref())]))
+        blueprint.written = {slots[key]: alone for key, alone in (recipe.written or {}).items()}
+
+    def _draws(self, recipe: Recipe, at: int) -> int:
+        if not isinstance(recipe, FullRecipe) or (recipe.states is None and not recipe.generators):
+            return -1
+        states = self.traces[at].states
+        if recipe.generators or recipe.states is None:
+            raise Flaw("an explicit random generator")
+        for device, state in recipe.states:
+            if states.get(device) != randomness.digest(state):
+                raise Flaw("a function that draws random numbers twice")
+        devices = tuple(device for device, _ in recipe.states)
+        if self.calls[at].draws not in ((), devices):
+            raise Flaw("a function that draws random numbers on several devices")
+        self.calls[at].draws = devices
+        return at
+
+    def _find_source(self, held: Buffer) -> None:
+        slot = self.slots[id(held)]
+        private = self.private.get(id(held))
+        if private is not None:
+            _, at, place, offset = private
+            self.calls[at].copies.append((place, slot, offset))
+            return
+        value = held.value
+        if value is None or held.version is None:
+            raise Flaw("memory that was copied, or that has no version")
+        storage = value.untyped_storage()._cdata
+        readers = [self._call_of(recipe) for recipe in self.readers.get(id(held), ())]
+        first = min(readers, default=len(self.calls))
+        if readers:
+            for place, leaf, version, offset in self.traces[first].leaves:
+                if leaf == storage and version == held.version:
+                    self.calls[first].roots.append((place, slot, offset))
+                    return
+        for at, trace in enumerate(self.traces[: first + 1]):
+            for nth, (_, packed) in enumerate(trace.packs):
+                version = packed[2].version if len(packed) == 3 else packed[1]
+                if version == held.version and (
+                    packed[0] is held if len(packed) == 3 else packed[0].untyped_storage()._cdata == storage
+                ):
+                    if (at, nth) in self.held_at_pack:
+                        raise Flaw("two versions of what was saved once")
+                    self.held_at_pack[at, nth] = (slot, trace.offsets[nth])
+                    return
+        raise Flaw("memory that no function was given")
+
+    def _pack(self, tensor: Tensor | None, packed: Any, held: Any) -> tuple[int, Any, bool, Any]:
+        if len(packed) == 3:
+            return (self.slots[id(packed[0])], packed[1], False, held)
+        return (-1, layout_of(packed[0]), tensor is None, held)
