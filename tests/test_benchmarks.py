@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("torch_remat")
 
-from benchmarks import engine, host_cost
+from benchmarks import engine, host_cost, host_share, instructions, tape_bytes
 from benchmarks.contenders import engine_contenders, host_cost_contenders
 from benchmarks.memory import StepMemory, measure_memory, track_peak
 from benchmarks.models import Workload, small_gelu_gpt, small_swiglu_lm, tiny_gpt
@@ -110,6 +112,33 @@ def test_host_cost_prints_every_contender(capsys: pytest.CaptureFixture[str]) ->
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["name"] for row in rows] == [one.name for one in host_cost_contenders("")]
     assert [row for row in rows if row["failure"] or row["difference"]] == []
+
+
+def test_a_tape_takes_less_than_a_thousand_bytes_an_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that the tape of a step of five thousand operations stays below 5 MB."""
+    tape_bytes.main(["--operations", "1000", "--json"])
+    found = json.loads(capsys.readouterr().out)["bytes"]
+    assert 0 < found["followed"] < found["recorded"] < 1000 * 1000
+
+
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind counts the instructions")
+def test_instructions_are_read_from_valgrind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions.sys, "executable", shutil.which("true"))
+    once = instructions.counted("tiny", "plain", 1)
+    assert once > 10_000
+    assert instructions.counted("tiny", "plain", 1) == pytest.approx(once, rel=0.01)
+
+
+@pytest.mark.parametrize("contender", host_cost_contenders(""), ids=lambda one: one.name)
+def test_steps_whose_instructions_are_counted_are_taken(contender: Contender) -> None:
+    try:
+        instructions.main(["--model", "tiny", "--contender", contender.name, "--steps", "1"])
+    finally:
+        gc.enable()
+
+
+def test_shares_of_the_host_are_positive() -> None:
+    assert min(host_share.extra_seconds(host_share.narrow_gpt(), [0, 1]).values()) > 0
 
 
 def test_engine_prints_every_contender_and_who_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:

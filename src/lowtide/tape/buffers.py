@@ -121,6 +121,21 @@ def layout_of(tensor: Tensor) -> Layout:
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
 
 
+_layouts: dict[Layout, Layout] = {}
+_MANY_LAYOUTS = 4096
+
+
+def shared_layout(tensor: Tensor) -> Layout:
+    """``layout_of``, one and the same for all that lie alike: a long tape has few of them."""
+    layout = layout_of(tensor)
+    if len(_layouts) > _MANY_LAYOUTS:
+        _layouts.clear()
+    try:
+        return _layouts.setdefault(layout, layout)
+    except TypeError:  # symbolic sizes have no hash
+        return layout
+
+
 def place(value: Tensor, layout: Layout) -> Tensor:
     """A view of ``value``'s storage laid out as ``layout``."""
     size, stride, offset, dtype, bits = layout

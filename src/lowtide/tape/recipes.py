@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.tape import randomness
-from lowtide.tape.buffers import Buffer, Layout, layout_of
+from lowtide.tape.buffers import Buffer, Layout, shared_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ def _capture_tensor(where: Any, value: Tensor, read: Callable[[Tensor], Buffer],
     """Note a read; a tensor without a storage (sparse, mkldnn) is a constant."""
     if value.layout is not torch.strided:
         return value.detach()
-    reads.append((where, read(value), layout_of(value)))
+    reads.append((where, read(value), shared_layout(value)))
     return None
 
 

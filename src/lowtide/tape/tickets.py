@@ -17,7 +17,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lowtide.errors import RootChanged
-from lowtide.tape.buffers import HELD, MADE, Buffer, Layout, alias, blank, hold, layout_of, place
+from lowtide.tape.buffers import HELD, MADE, Buffer, Layout, alias, blank, hold, layout_of, place, shared_layout
 from lowtide.tape.replay import rebuild
 
 Kept = tuple[Tensor, int | None]
@@ -184,7 +184,7 @@ def pack_dropped(tensor: Tensor, buffer: Buffer) -> Ticket:
     else:
         buffer.saves.append(save)
     buffer.used = True
-    return Ticket(buffer, layout_of(tensor), save)
+    return Ticket(buffer, shared_layout(tensor), save)
 
 
 def modified_message(shape: Any, dtype: Any, expected: int, found: int | None) -> str:
