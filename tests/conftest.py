@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from harness import attached
+from lowtide.tape import library
 
 torch.set_num_threads(1)
 
@@ -23,3 +27,13 @@ def leave_no_trace() -> Iterator[None]:
     before = attached()
     yield
     assert attached() == before
+
+
+@pytest.fixture
+def shelves() -> Iterator[OrderedDict[Any, library.Shelf]]:
+    """Forget what is known of other tests' steps, and what they compiled, after which nothing is followed."""
+    library._local.shelves = OrderedDict()
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
+    yield library._local.shelves
+    library._local.shelves = OrderedDict()

@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,7 @@ def test_host_cost_prints_every_contender(capsys: pytest.CaptureFixture[str]) ->
     assert [row for row in rows if row["failure"] or row["difference"]] == []
 
 
+@pytest.mark.usefixtures("shelves")
 def test_a_tape_takes_less_than_a_thousand_bytes_an_operation(capsys: pytest.CaptureFixture[str]) -> None:
     """So that the tape of a step of five thousand operations stays below 5 MB."""
     tape_bytes.main(["--operations", "1000", "--json"])
@@ -150,6 +152,31 @@ def test_engine_prints_every_contender_and_who_saves_memory(capsys: pytest.Captu
         assert [row for row in rows if row["failure"] or row["difference"]] == []
         plain, *savers = (row["memory"]["peak_bytes"] for row in rows)
         assert max(savers) < plain
+
+
+@pytest.mark.parametrize("model", ["small-gpt", "small-mlp"])
+def test_followed_steps_stay_within_their_budgets(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    budgets.main(["--model", model, "--budgets", "3", "--json"])
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found["failures"] == []
+    assert all(0 < trial["measured_bytes"] <= trial["budget_bytes"] for trial in found["trials"])
+    assert len(found["frontier"]) > 2
+
+
+def test_what_is_broken_makes_the_budgets_fail() -> None:
+    good = budgets.Trial(100, 90, 95, 1.5, 0.0), budgets.Trial(200, 200, 200, 1.0, 0.0)
+    assert list(budgets.Outcome("m", 10, good, ((200, 1.0), (90, 1.5))).failures()) == []
+    over = replace(good[0], measured_bytes=101)
+    slower = replace(good[1], predicted_seconds=1.6)
+    wrong = replace(good[0], wrong="gradients differ")
+    for trials, frontier, text in (
+        ((over, good[1]), ((200, 1.0),), "took 1 bytes more"),
+        ((good[0], slower), ((200, 1.0),), "slower than less"),
+        ((wrong, good[1]), ((200, 1.0),), "gradients differ"),
+        (good, ((200, 1.0), (90, 1.0)), "not monotone"),
+    ):
+        (failure,) = budgets.Outcome("m", 10, trials, frontier).failures()
+        assert text in failure
 
 
 @pytest.mark.parametrize("command", [host_cost, engine])

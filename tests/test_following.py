@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,22 +23,12 @@ from test_promptness import Gpt, bytes_left, peak_bytes, train, without_collecto
 from zoo import CASES
 
 # The programs are what warns: of anomaly mode, sparse layouts, deprecated forms. They are here for that.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("shelves")]
 STEPS = 7
 POLICIES = {
     "recompute_all": lowtide.policies.recompute_all,
     "lot": lambda op: bool(zlib.crc32(f"{op.site} {op.name}".encode()) & 1),
 }
-
-
-@pytest.fixture(autouse=True)
-def shelves() -> Iterator[OrderedDict[Any, library.Shelf]]:
-    """Forget what is known of other tests' steps."""
-    library._local.shelves = OrderedDict()
-    if "torch._dynamo.utils" in sys.modules:
-        sys.modules["torch._dynamo.utils"].counters.clear()  # after a compilation nothing is followed
-    yield library._local.shelves
-    library._local.shelves = OrderedDict()
 
 
 @functools.cache

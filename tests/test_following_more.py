@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,7 @@ STEPS, CHANGE = 12, 8
 Step = Callable[[int, Any], list[Tensor | None]]
 
 
-@pytest.fixture(autouse=True)
-def shelves() -> Iterator[None]:
-    library._local.shelves = OrderedDict()
-    yield
-    library._local.shelves = OrderedDict()
+pytestmark = pytest.mark.usefixtures("shelves")
 
 
 def followed() -> int:

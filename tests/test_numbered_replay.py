@@ -6,8 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +23,7 @@ KNOWN = 6
 """Steps after which a step is followed."""
 
 
-@pytest.fixture(autouse=True)
-def shelves() -> Iterator[None]:
-    library._local.shelves = OrderedDict()
-    yield
-    library._local.shelves = OrderedDict()
+pytestmark = pytest.mark.usefixtures("shelves")
 
 
 def known(forward: Callable[[], Tensor], recording: Any) -> Callable[[], Tensor]:
