@@ -3,7 +3,7 @@
     first call     which of the known programs begins like this?         none: record the step
     every call     same function, same arguments, same global state?     no: record from here on
     saved tensors  in the order in which they were saved before: a ticket or the tensor itself
-    first ticket   the tape is written from the program (program.py)
+    first ticket   the program's operations are replayed on what was collected (numbered.py)
 
 A step is known once it was recorded twice with the same calls. So the wrong thing can only be recomputed if a step
 makes the same calls as before and yet computes something else, and what decides that is compared: functions,

@@ -1,8 +1,9 @@
-"""Programs: a tape that was written twice alike, ready to be written again without looking at each operation.
+"""Programs: a tape that was written twice alike, ready to be replayed without looking at each operation.
 
-    step k    Scribe writes the calls, ScribingRecorder the tape; program_of joins them
-    later     Follower checks the calls and collects what the tape needs from outside (roots, copies, random states);
-              Instance writes the tape when the first ticket is redeemed
+    step k    Scribe writes the calls, ScribingRecorder the tape; compiling.py joins them
+    later     Follower checks the calls and collects what replays need from outside (roots, copies, random states);
+              the first ticket that is redeemed begins a replay by numbers (numbered.py), or, where the step left the
+              program, or replays in several levels, lets the tape be written after all
 
 Every buffer that a ticket leads to has a number, its slot. A root's slot is filled during the forward pass, by the
 call that its first reader belongs to; all others are described by blueprints.
