@@ -41,10 +41,14 @@ def test_random_programs_agree(first: int) -> None:
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(4 * 3600)
-def test_twenty_thousand_random_programs_agree() -> None:
+def test_twenty_thousand_random_programs_agree(capsys: pytest.CaptureFixture[str]) -> None:
     summary = Summary()
-    for result in run_campaign(range(20_000), jobs=os.cpu_count() or 1):
+    first, last = (int(number) for number in os.environ.get("LOWTIDE_FUZZ_SEEDS", "0-20000").split("-"))
+    for done, result in enumerate(run_campaign(range(first, last), jobs=os.cpu_count() or 1), 1):
         summary.add(result)
+        if done % 250 == 0:
+            with capsys.disabled():
+                print(f"{done} of {last - first} programs: {dict(summary.outcomes)}", file=sys.stderr, flush=True)
     programs = [results[0].small for results in summary.buckets.values()]
     assert not programs, "\n".join([*summary.lines(details=False), *programs])
 
