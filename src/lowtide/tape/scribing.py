@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.tape import randomness
 from lowtide.tape.buffers import HELD, Buffer
 from lowtide.tape.operators import operator, tensors_at
+from lowtide.tape.proof import same_bits
 from lowtide.tape.recipes import next_order
 from lowtide.tape.recorder import Recorder
-from lowtide.tape.tickets import Ticket
+from lowtide.tape.tickets import Ticket, unpack
 from lowtide.tape.transcript import (
     ESCAPES,
     SILENT,
@@ -32,6 +34,7 @@ from lowtide.tape.transcript import (
     tensors_with_places,
     transformed,
 )
+from lowtide.tape.transforms import pop_hooks, push_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +76,7 @@ class ScribingRecorder(Recorder):
         self.thread = threading.get_ident()
         self.traces: list[Trace] = []
         self.now: Trace | None = None
+        self.states: tuple[randomness.State, ...] = ()  # of the random generators before the present call
         self.private: dict[int, tuple[Buffer, int, Place, int]] = {}
         self.flaw: str | None = None
         self.over = False
@@ -106,14 +110,15 @@ class ScribingRecorder(Recorder):
             elif hasattr(storage, HELD):
                 self.flaw = "memory is written that no function was given"
 
-    def open_call(self, call: Call, args: Any, kwargs: Any) -> None:
+    def open_call(self, call: Call, args: Any, kwargs: Any) -> Trace:
         """A call of a torch function begins."""
         found = [(place, tensor) for place, tensor in tensors_with_places((args, kwargs))]
         leaves = [
             (place, tensor.untyped_storage()._cdata, tensor._version, byte_offset(tensor)) for place, tensor in found
         ]
         devices = {tensor.device for _, tensor in found if tensor.device.type != "meta"} | {torch.device("cpu")}
-        states = {device: randomness.digest(state) for device, state in randomness.states_of(devices)}
+        self.states = randomness.states_of(devices)
+        states = {device: randomness.digest(state) for device, state in self.states}
         self.now = Trace(next_order(), leaves, states)
         self.traces.append(self.now)
         frames = [*self.frames, self.frame]
@@ -121,6 +126,7 @@ class ScribingRecorder(Recorder):
         if self.counts != self.calls:
             self.counts = dict(self.calls)
         call.counts = self.counts
+        return self.now
 
     def close_call(self, call: Call, out: Any) -> None:
         """The call has returned."""
@@ -166,7 +172,7 @@ class ScribingRecorder(Recorder):
 
     def forget(self) -> None:
         """Let go of what was noted: autograd's graph holds the hooks, and with them this."""
-        self.traces, self.private, self.learned, self.now = [], {}, None, None
+        self.traces, self.private, self.learned, self.now, self.states = [], {}, None, None, ()
 
     def step_aside(self, creates_graph: bool, run: Any) -> Any:
         if threading.get_ident() == self.thread:
@@ -199,17 +205,38 @@ class Scribe(TorchFunctionMode):
         except Flaw as flaw:
             self.flaw = f"{name_of(func)}: {flaw}"
             return func(*args, **kwargs)
-        self.recorder.open_call(call, args, kwargs)
+        trace = self.recorder.open_call(call, args, kwargs)
         self.calls.append(call)
         try:
             out = func(*args, **kwargs)
         except BaseException:
             self.flaw = f"{name_of(func)} raised"
             raise
+        if call.caches and self.flaw is None and not trace.writes and self._differs(func, args, kwargs, out):
+            self.flaw = f"{name_of(func)} computes something else while a dispatch mode looks on"
         found = [(place, self.transcriber.number(tensor), tensor.shape) for place, tensor in tensors_with_places(out)]
         call.returned(found, plain=type(out) is Tensor)
         self.recorder.close_call(call, out)
         return out
+
+    def _differs(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+        """Whether a call has another result where no dispatch mode looks on, as in a followed step.
+
+        Under autocast some operators do: their kernels call others, which are cast only outside of modes.
+        """
+        before = self.recorder.states
+        after = randomness.enter(before)
+        pop_hooks()
+        try:
+            with _disable_current_modes():
+                plain = func(*args, **kwargs)
+                pairs = [tensors_with_places(value) for value in (out, plain)]
+                return not all(same_bits(one, other) for (_, one), (_, other) in zip(*pairs, strict=True))
+        except (RuntimeError, ValueError):  # no memory for it, or results that cannot be compared
+            return True
+        finally:
+            push_hooks(self.recorder.pack, unpack)
+            randomness.leave(after)
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if name_of(func) in ESCAPES:
