@@ -1,4 +1,4 @@
-"""Models of the zoo that are written here: a U-Net, and a recurrence over many steps."""
+"""Models of the zoo that are written here: a U-Net, recurrences over many steps, a very deep perceptron."""
 
 from __future__ import annotations
 
@@ -85,4 +85,58 @@ def lstm(steps: int = 80) -> ZooModel:
         "cells.*",
         "head",
         lambda last: last.square().mean(),
+    )
+
+
+class Layered(nn.Module):
+    """PyTorch's own LSTM of several layers, (B, T, D) -> (B, D)."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        last: Tensor = self.head(self.layers(sequence)[0][:, -1])
+        return last
+
+
+def long_lstm(steps: int = 1000) -> ZooModel:
+    """Two layers over very many steps."""
+    torch.manual_seed(0)
+    return zoo_model(
+        f"LSTM, 2 layers of 32, 4 x {steps} steps",
+        Layered(32, 2),
+        {"sequence": torch.randn(4, steps, 32)},
+        "layers",
+        "head",
+        lambda last: last.square().mean(),
+    )
+
+
+class Residual(nn.Module):
+    """Many small layers on one stream, (B, D) -> (B, D)."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def deep_perceptron(layers: int = 1000) -> ZooModel:
+    """As deep as anybody goes."""
+    torch.manual_seed(0)
+    return zoo_model(
+        f"residual MLP, {layers} layers of 32, 256 rows",
+        Residual(32, layers),
+        {"x": torch.randn(256, 32)},
+        "layers.*",
+        "layers.*.2",
+        lambda stream: stream.square().mean(),
     )

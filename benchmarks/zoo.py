@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.handmade import lstm, unet
+from benchmarks.handmade import deep_perceptron, long_lstm, lstm, unet
 from benchmarks.models import Workload, gelu_gpt, gpt_workload, swiglu_lm, swiglu_workload
 from benchmarks.zoo_model import ZooModel, from_workload, zoo_model
 from lowtide.demo.model import GPTShape
@@ -298,6 +298,10 @@ ZOO: dict[str, Callable[[], ZooModel]] = {
 }
 
 
+DEEP: dict[str, Callable[[], ZooModel]] = {"long-lstm": long_lstm, "deep-mlp": deep_perceptron}
+"""Thousands of operations deep; minutes under many plans."""
+
+
 def small_gpt() -> Workload:
     """The first model of the design's table, for tests."""
     shape = GPTShape(vocabulary=64, length=64, width=64, blocks=3, heads=4)
@@ -314,5 +318,6 @@ SMALL: dict[str, Callable[[], ZooModel]] = {
     "small-gpt": from_workload(small_gpt),
     "small-lm": from_workload(small_lm),
     "small-lstm": lambda: lstm(6),
+    "small-mlp": lambda: deep_perceptron(24),
 }
 """For tests: a few milliseconds a step."""

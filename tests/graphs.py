@@ -83,6 +83,13 @@ class Sketch:
         self.rows.append(Row(tuple(reads), tuple(makes), pairs, saved, seconds, *where, workspace, state))
         return results
 
+    def gather(self, size: int) -> int:
+        """A sharded parameter, gathered here and given back after its last reader, whoever has saved it."""
+        (buffer,) = self.op([], size, seconds=0.0, droppable=False, name="toy.gather.default")
+        storage = self.buffers[buffer].storage
+        self.storages[storage] = Storage(size, "gathered", self.module)
+        return buffer
+
     @contextmanager
     def block(self, path: str) -> Iterator[None]:
         """What is drawn inside is a call of the module at ``path``, which returns the last result."""
@@ -249,12 +256,15 @@ def blocks(count: int, seed: int = 0, *, length: int = 4) -> StepGraph:
     return sketch.graph()
 
 
-def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float = 0.2) -> StepGraph:
+def random_graph(
+    seed: int, length: int, *, writes: float = 0.2, outputs: float = 0.2, gathers: float = 0.0
+) -> StepGraph:
     """A random step of ``length`` operations: diamonds, skips, several results, versions, things that are kept.
 
-    ``writes`` is the chance that an operation writes in place, ``outputs`` that it has a second result.
+    ``writes`` is the chance that an operation writes in place, ``outputs`` that it has a second result, ``gathers``
+    that it reads a sharded parameter, which is gathered for it.
     """
-    rng, others = random.Random(seed), random.Random(seed + 10_000)
+    rng, others, shards = (random.Random(seed + n) for n in (0, 10_000, 20_000))
     sketch = Sketch()
     live = [sketch.root(rng.randint(1, 8) * KILO)]
     weights = [sketch.root(rng.randint(1, 4) * KILO, "parameter") for _ in range(2)]
@@ -274,6 +284,8 @@ def random_graph(seed: int, length: int, *, writes: float = 0.2, outputs: float 
             saved |= set(sketch.rows[-1].saves)
             continue
         weight = [rng.choice(weights)] if rng.random() < 0.4 else []
+        if shards.random() < gathers:
+            weight.append(sketch.gather(shards.randint(1, 12) * KILO))
         sizes = [rng.randint(1, 12) * KILO for _ in range(2 if rng.random() < outputs else 1)]
         results = sketch.op(
             [*reads, *weight],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("torch_remat")
 
-from benchmarks import engine, host_cost, host_share, instructions, tape_bytes
+from benchmarks import budgets, engine, host_cost, host_share, instructions, tape_bytes
 from benchmarks.contenders import engine_contenders, host_cost_contenders
 from benchmarks.memory import StepMemory, measure_memory, track_peak
 from benchmarks.models import Workload, small_gelu_gpt, small_swiglu_lm, tiny_gpt

@@ -73,6 +73,12 @@ def test_repeated_blocks_are_written_once() -> None:
     )
 
 
+def test_a_wide_gap_to_the_bound_is_explained() -> None:
+    narrow, wide = (str(replace(TWO_KINDS, prediction=replace(PREDICTION, gap=gap))) for gap in (0.02, 0.021))
+    assert "what replays hold for a moment" in wide
+    assert "what replays hold for a moment" not in narrow
+
+
 def test_a_plan_without_a_prediction_says_what_it_recomputes() -> None:
     assert str(Plan(frozenset({"fc/0:aten.addmm.default/0"}))) == (
         "Plan (by hand)\n  recompute  1 operation\n    model  fc"

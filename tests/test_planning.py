@@ -14,6 +14,7 @@ import pytest
 import lowtide
 from graphs import blocks, random_graph
 from lowtide.budget import budget_bytes
+from lowtide.cli import conventions
 from lowtide.errors import GraphError, InfeasibleBudget, UnitError
 from lowtide.graph import StepGraph
 from lowtide.plan import SCHEMA, Plan, Prediction
@@ -237,7 +238,18 @@ def test_progress_is_told() -> None:
     told: list[tuple[int, int]] = []
     lowtide.frontier(blocks(3), points=3, progress=lambda done, total: told.append((done, total)))
     assert told
-    assert told[-1][0] == told[-1][1]
+    assert told[-3:] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_command_line_shows_how_far_the_planning_is() -> None:
+    texts: list[str] = []
+    graph = gpt(6)()
+    plan = conventions.planned(graph, "85%", texts.append)
+    assert plan.recompute
+    assert texts[0].startswith("planning, 1 of ")
+    done, total = re.findall(r"\d+", texts[-1])
+    assert done == total
+    assert len(texts) == int(total)
 
 
 # ---- plans are values ------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,7 +18,9 @@ from lowtide.graph import Event, StepGraph
 from lowtide.planning import Planner
 from lowtide.simulation import simulate
 from lowtide.solvers.bounds import LowerBound
+from lowtide.solvers.chain import ChainSolver
 from lowtide.solvers.exhaustive import ExhaustiveSolver, Found, fastest
+from lowtide.solvers.menu import Cut, Facts, again_seconds
 from lowtide.solvers.milp import MilpSolver, Programme
 from lowtide.solvers.moments import Decisions, Moments
 from lowtide.solvers.segmentation import chain_of
@@ -32,6 +35,15 @@ def much_in_place(seed: int) -> Callable[[], StepGraph]:
     return lambda: random_graph(1000 + seed, 4 + seed % 7, writes=0.5, outputs=0.4)
 
 
+def with_host(seed: int) -> Callable[[], StepGraph]:
+    """The host's time for recording and replaying weighs about as much as a quick operation."""
+    return lambda: replace(random_graph(2000 + seed, 4 + seed % 7), host_seconds=0.4, recording_seconds=1.0)
+
+
+def sharded(seed: int) -> Callable[[], StepGraph]:
+    return lambda: random_graph(3000 + seed, 4 + seed % 7, gathers=0.5)
+
+
 def equal_blocks(seed: int) -> Callable[[], StepGraph]:
     count, length = ((3, 3), (2, 5), (4, 2))[seed % 3]
     return lambda: blocks(count, seed, length=length)
@@ -40,12 +52,16 @@ def equal_blocks(seed: int) -> Callable[[], StepGraph]:
 SMALL: dict[str, Callable[[], StepGraph]] = {
     **{f"random {seed}": drawn(seed) for seed in range(20)},
     **{f"in place {seed}": much_in_place(seed) for seed in range(12)},
+    **{f"host {seed}": with_host(seed) for seed in range(8)},
+    **{f"sharded {seed}": sharded(seed) for seed in range(8)},
     **{f"blocks {seed}": equal_blocks(seed) for seed in range(6)},
     "chain": lambda: chain(9),
 }
 MANY: dict[str, Callable[[], StepGraph]] = {
     **{f"random {seed}": drawn(seed) for seed in range(20, 150)},
     **{f"in place {seed}": much_in_place(seed) for seed in range(12, 120)},
+    **{f"host {seed}": with_host(seed) for seed in range(8, 80)},
+    **{f"sharded {seed}": sharded(seed) for seed in range(8, 80)},
     **{f"blocks {seed}": equal_blocks(seed) for seed in range(6, 24)},
 }
 TRACED = [name for name in TINY if name not in ("recurrent", "unrolled")]
@@ -199,8 +215,6 @@ def test_milp_stops_in_time_with_what_it_has() -> None:
 
 
 def test_milp_counts_the_hosts_time_for_every_recorded_operation() -> None:
-    from dataclasses import replace
-
     graph = replace(random_graph(5, 9), host_seconds=0.7)
     front = ExhaustiveSolver().front(graph)
     programme = programme_of(graph)
@@ -249,16 +263,51 @@ def test_no_lower_bound_is_above_the_optimum(build: Callable[[], StepGraph]) -> 
         assert bound.seconds(budget) <= (best[1].step_seconds - graph.seconds) * (1 + 1e-6) + 1e-12
 
 
+@pytest.mark.parametrize("rebuilt", [False, True])
 @pytest.mark.parametrize("build", [*SMALL.values()])
-def test_the_bound_for_kept_boundaries_is_not_above_the_optimum_that_keeps_them(build: Callable[[], StepGraph]) -> None:
+def test_the_bound_for_kept_boundaries_is_not_above_the_optimum_that_keeps_them(
+    build: Callable[[], StepGraph], rebuilt: bool
+) -> None:
     graph = build()
     chain = chain_of(graph)
     front = ExhaustiveSolver().front(graph, keep=chain.boundaries)
-    bound = LowerBound(graph, chain)
+    bound = LowerBound(graph, chain, rebuilt=rebuilt)
     for budget in budgets(front, count=6):
         best = fastest(front, budget)
         assert best is not None
         assert bound.seconds(budget) <= (best[1].step_seconds - graph.seconds) * (1 + 1e-6) + 1e-12
+
+
+# ---- what solvers minimise is what simulate counts ----------------------------------------------------------------
+
+
+def on_top(graph: StepGraph, chosen: Collection[int]) -> float:
+    """Seconds on top of the plain step and of recording at all."""
+    recording = graph.recording_seconds if chosen else 0.0
+    return simulate(graph, chosen, trail=False).step_seconds - graph.seconds - recording
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cut_pays_for_what_it_recomputes_as_simulate_does(seed: int) -> None:
+    graph = with_host(seed)()
+    whole = chain_of(graph)
+    for segment in whole.segments:
+        cut = Cut(Facts.of(graph, whole), segment)
+        for lam in (1e-5, 1e-4, 1e-3) if cut.free else ():
+            chosen = {segment.first + offset for offset in cut.solve(lam, 0.0)}
+            assert on_top(graph, chosen) == pytest.approx(sum(again_seconds(graph, i) for i in chosen))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_seconds_of_choices_add_up_to_those_of_simulate(seed: int) -> None:
+    graph = replace(blocks(4, seed, length=5), host_seconds=0.3, recording_seconds=2.0)
+    tables = ChainSolver().prepare(graph)
+    rng = random.Random(seed)
+    for _ in range(20):
+        picks = [rng.choice(row) for row in tables.rows]
+        segments = zip(tables.chain.segments, picks, strict=True)
+        chosen = {segment.first + offset for segment, pick in segments for offset in pick.recompute}
+        assert on_top(graph, chosen) == pytest.approx(sum(pick.seconds for pick in picks))
 
 
 # ---- the chain -------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 _ELSEWHERE = "elsewhere"
+_WIDE = 0.02
+"""A gap that is explained."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -65,6 +67,10 @@ def _costs(p: Prediction) -> list[str]:
             f"  bound      {format_seconds(p.bound_seconds):<9}  no plan that keeps what blocks hand on is faster; "
             f"this one is {percent(p.gap)} above"
         )
+        if p.gap > _WIDE:
+            lines.append(
+                "             (it counts in part only what replays hold for a moment: the least may lie higher)"
+            )
     return lines
 
 

@@ -20,8 +20,10 @@ from lowtide.solvers.revolve import Revolve
 from lowtide.tape.policy import Op, Policy
 from lowtide.units import format_bytes
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 
+_WIDE = 0.01  # gaps above this are looked at more closely
+_RUNGS = 1024  # limits that the chain is asked for
 _DEEP = 16  # segments from which on more than one level is tried
 _EXACT = {"auto": MilpSolver(largest=40, seconds=2.0), "milp": MilpSolver(seconds=60.0), "chain": None}
 
@@ -43,7 +45,7 @@ def solve(
         policy: a hand policy instead of a budget.
         solver: ``"chain"``, a dynamic programme over the model's blocks; ``"milp"``, the optimum, for small steps;
             ``"auto"`` takes the second where it takes no more than two seconds. ``Plan.solver`` says which it was.
-        progress: called with (done, total).
+        progress: called with (done, total) while menus are made.
 
     Raises:
         ValueError: there is no such solver, or it is not for steps of this size.
@@ -67,7 +69,7 @@ def frontier(graph: StepGraph, *, points: int = 24, progress: Progress | None = 
     Args:
         graph: what the step computes.
         points: how many budgets to solve for.
-        progress: called with (done, total).
+        progress: called with (done, total), first while menus are made, then for budgets.
 
     Example:
         >>> for plan in lowtide.frontier(graph):  # doctest: +SKIP
@@ -102,8 +104,10 @@ class Planner:
         if solver not in _EXACT:
             raise ValueError(f"there is no solver {solver!r}; there are {', '.join(_EXACT)}")
         self.graph = graph
+        self.progress = progress
         self.solver = solver
         self.proofs: dict[int, float] = {}  # budget: seconds that no choice goes below
+        self._rungs: dict[int, Candidate] = {}  # the chain's answers so far
         self.tables: Tables = ChainSolver().prepare(graph, progress)
         self.plain = self._judge({}, "keep all")
 
@@ -119,13 +123,12 @@ class Planner:
     def frontier(self, points: int) -> list[Plan]:
         """The best plans at ``points`` budgets between the least peak and the peak of keeping everything."""
         low, high = self.lowest.peak, self.plain.peak
-        budgets = (low + (high - low) * n // points for n in range(1, points))
-        found = [
-            self.plain,
-            self.lowest,
-            *self.deep,
-            *(c for c in map(self._fastest, budgets) if c is not None),
-        ]
+        budgets = (low + (high - low) * n // points for n in range(points))
+        found = [self.plain, self.lowest, *self.deep]
+        for done, budget in enumerate(budgets, 1):
+            found += [one for one in (self._fastest(budget),) if one is not None]
+            if self.progress is not None:
+                self.progress(done, points)
         best: list[Candidate] = []
         for one in sorted(found, key=lambda c: (c.peak, c.seconds)):
             if not best or one.seconds < best[-1].seconds:
@@ -138,6 +141,8 @@ class Planner:
         whatever = self.programme is not None or any(found.chosen.values())
         recording = graph.recording_seconds if found.chosen else 0.0
         least = graph.seconds + recording + self.bound(budget, any_plan=whatever)
+        if found.seconds > (1 + _WIDE) * least and not whatever:
+            least = max(least, graph.seconds + recording + self._closer(budget))
         gap = max(0.0, found.seconds / least - 1) if least > 0 else 0.0
         return Plan(
             recompute=frozenset(graph.ops[i].site for i in found.chosen),
@@ -165,6 +170,15 @@ class Planner:
         proofs = (bound for limit, bound in self.proofs.items() if limit >= budget)  # less room is never faster
         return max(0.0 if seconds == float("inf") else seconds, *proofs, 0.0)
 
+    def _closer(self, budget: int) -> float:
+        """Like ``bound``, with more work."""
+        seconds = self._closer_bounds.seconds(budget) if budget < self.plain.peak else 0.0
+        return 0.0 if seconds == float("inf") else seconds
+
+    @cached_property
+    def _closer_bounds(self) -> LowerBound:
+        return LowerBound(self.graph, self.tables.chain, rebuilt=True)
+
     @cached_property
     def _bounds(self) -> LowerBound:
         return LowerBound(self.graph, self.tables.chain)
@@ -173,22 +187,15 @@ class Planner:
     def _any_bounds(self) -> LowerBound:
         return LowerBound(self.graph, self.tables.chain, any_plan=True)
 
-    @cached_property
+    @property
     def lowest(self) -> Candidate:
         """The candidate with the least peak."""
-        low, high = self.tables.smallest(), float(self.plain.peak)
-        best = min((self.plain, *self.deep), key=lambda c: c.peak)
-        for _ in range(12):
-            chosen = self.tables.best(low)
-            middle = low if chosen is not None else (low + high) / 2
-            chosen = chosen if chosen is not None else self.tables.best(middle)
-            if chosen is None:
-                low = middle
-                continue
-            best = min(best, self._judge(dict.fromkeys(chosen, 0), "chain"), key=lambda c: c.peak)
-            if middle == low:
-                break
-            high = middle
+        return min((self._lowest, *self._rungs.values()), key=lambda c: c.peak)
+
+    @cached_property
+    def _lowest(self) -> Candidate:
+        self._within(0)  # judges the chain's answers for the smallest limits
+        best = min((self.plain, *self._rungs.values(), *self.deep), key=lambda c: c.peak)
         if self.programme is not None:
             found = self.programme.least(_level(best)).found
             if found is not None and found[1].peak_bytes < best.peak:
@@ -209,12 +216,22 @@ class Planner:
     @cached_property
     def deep(self) -> tuple[Candidate, ...]:
         """Candidates with more than one level, for chains long enough to need them."""
+        return tuple(self._judge(depths, f"revolve with {room} states") for room, depths in self._schedules.items())
+
+    @cached_property
+    def _schedules(self) -> dict[int, dict[int, int]]:
+        """What each of ``deep`` recomputes, by how many states it has room for."""
         count = len(self.tables.chain.segments)
         if count < _DEEP:
-            return ()
+            return {}
         rooms = sorted({2, 3, 4, 6, 8, 12, count // 8, count // 4, count // 2, 3 * count // 4} & set(range(2, count)))
-        chosen = ((room, Revolve(room).solve(self.graph, self.tables.chain)) for room in rooms)
-        return tuple(self._judge(depths, f"revolve with {room} states") for room, depths in chosen)
+        return {room: Revolve(room).solve(self.graph, self.tables.chain) for room in rooms}
+
+    @cached_property
+    def _least_deep(self) -> float:
+        """None of ``deep`` makes a faster step: each runs all that it recomputes once more, at least."""
+        again = (sum(self.graph.ops[op].seconds for op in depths) for depths in self._schedules.values())
+        return self.graph.seconds + min(again, default=float("inf"))
 
     @cached_property
     def _remark(self) -> str:
@@ -225,8 +242,10 @@ class Planner:
 
     def _fastest(self, budget: int) -> Candidate | None:
         """The fastest candidate within ``budget``; None if there is none."""
-        fits = [c for c in (self._within(budget), *self.deep) if c is not None and c.peak <= budget]
-        best = min(fits, key=lambda c: c.seconds, default=None)
+        best = self._within(budget)
+        if best is None or best.seconds > self._least_deep:
+            fits = [c for c in (best, *self.deep) if c is not None and c.peak <= budget]
+            best = min(fits, key=lambda c: c.seconds, default=None)
         if self.programme is not None:
             best = self._optimum(self.programme, budget, best)
         if best is None and self.lowest.peak <= budget:
@@ -247,25 +266,45 @@ class Planner:
         return Candidate(chosen, simulate(self.graph, chosen, trail=False), solver)
 
     def _within(self, budget: int) -> Candidate | None:
-        """The programme's answer, tightened until the judge agrees, then loosened while it does."""
-        best: Candidate | None = None
-        target = float(budget)
-        for _ in range(8):
-            chosen = self.tables.best(target)
-            if chosen is None:
-                break
-            found = self._judge(dict.fromkeys(chosen, 0), "chain")
-            over = found.peak - budget
-            if over <= 0 and (best is None or found.seconds < best.seconds):
-                best = found
-                if -over < 0.002 * budget:
-                    break
-                target += 0.8 * -over
-            elif best is not None:
-                break
+        """The fastest of the chain's answers that the judge lets pass.
+
+        The chain is asked for limits from a fixed ladder, which the judge's peaks follow up to some bytes: bisection
+        gives a larger budget no lower a rung. What was judged for other budgets counts too.
+        """
+        fits, above = self._floor, _RUNGS + 1
+        if self._rung(fits).peak > budget:
+            above = fits
+        while above - fits > 1:
+            middle = (fits + above) // 2
+            if self._rung(middle).peak <= budget:
+                fits = middle
             else:
-                target -= max(over, 1)
-        return best
+                above = middle
+        passed = [found for found in self._rungs.values() if found.peak <= budget]
+        return min(passed, key=lambda found: found.seconds, default=None)
+
+    def _rung(self, number: int) -> Candidate:
+        """The chain's answer for one limit of the ladder, judged."""
+        if number not in self._rungs:
+            chosen = self.tables.best(self._limit(number))
+            self._rungs[number] = self.plain if chosen is None else self._judge(dict.fromkeys(chosen, 0), "chain")
+        return self._rungs[number]
+
+    def _limit(self, number: int) -> float:
+        low = self.tables.smallest()
+        return low + (1.1 * max(0.0, self.plain.peak - low) + 1) * number / _RUNGS
+
+    @cached_property
+    def _floor(self) -> int:
+        """The first rung for which the chain has an answer; the last one for all that keep nothing."""
+        low, high = -1, _RUNGS
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.tables.best(self._limit(middle)) is None:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def _too_small(self, budget: int) -> str:
         timeline = simulate(self.graph, self.lowest.chosen)

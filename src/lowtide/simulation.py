@@ -55,13 +55,16 @@ class Timeline:
         return html_of(str(self))
 
 
-def simulate(graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int], *, trail: bool = True) -> Timeline:
+def simulate(
+    graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int], *, trail: bool = True, live: bool = True
+) -> Timeline:
     """Run the step of ``graph`` on paper under ``plan``.
 
     Args:
         graph: what the step computes.
         plan: a plan, or the indices of the operations to recompute, with their depths or all at depth 0.
         trail: also give the bytes at every event and what lives at the peak.
+        live: of those, also what lives at the peak, which takes as long again.
 
     Returns:
         Bytes over time (parameters, gradients, optimizer states and inputs included), the peak and where it is,
@@ -77,12 +80,12 @@ def simulate(graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int],
     run.go(trail)
     recompute = sum(graph.ops[i].seconds for i in run.replays)
     tape = graph.host_seconds * (run.recorded + len(run.replays)) + (graph.recording_seconds if run.recorded else 0.0)
-    live: tuple[int, ...] = ()
-    if trail:
+    there: tuple[int, ...] = ()
+    if trail and live:
         again = SimulatedStep(graph, chosen, dropped)
         again.stop_at = (run.peak_event, run.peak)
         again.go(trail=False)
-        live = again.live
+        there = again.live
     return Timeline(
         bytes=tuple(run.trail),
         highs=tuple(run.highs),
@@ -93,7 +96,7 @@ def simulate(graph: StepGraph, plan: Plan | Mapping[int, int] | Collection[int],
         recompute_seconds=recompute,
         extra_flops=sum(graph.ops[i].flops for i in run.replays),
         replays=tuple(run.replays),
-        live_at_peak=live,
+        live_at_peak=there,
     )
 
 

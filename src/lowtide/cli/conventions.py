@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,14 +132,18 @@ def decided(budget: str | None, plan: Path | None, policy: str | None) -> int | 
     return found
 
 
-def planned(graph: StepGraph, wanted: int | str | Plan | Policy) -> Plan:
-    """What was decided on, as a plan for ``graph``."""
+def planned(
+    graph: StepGraph, wanted: int | str | Plan | Policy, tell: Callable[[str], object] = lambda text: None
+) -> Plan:
+    """What was decided on, as a plan for ``graph``; ``tell`` hears how far the planning is."""
     from lowtide.plan import Plan
     from lowtide.planning import solve
 
     if isinstance(wanted, Plan):
         return wanted
-    return solve(graph, budget=wanted) if isinstance(wanted, int | str) else solve(graph, policy=wanted)
+    if not isinstance(wanted, int | str):
+        return solve(graph, policy=wanted)
+    return solve(graph, budget=wanted, progress=lambda done, total: tell(f"planning, {done} of {total} menus tried"))
 
 
 def load_plan(path: Path) -> Plan:

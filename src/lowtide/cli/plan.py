@@ -40,7 +40,7 @@ def plan(
             source, accelerator, batch=batch, length=seq, precision=dtype, optimizer=optimizer, lora=lora
         )
         tell("planning")
-        found = conventions.planned(graph, wanted)
+        found = conventions.planned(graph, wanted, tell)
     if output is not None:
         found.save(output)
     text = str(found.explain(graph)) if explain else str(found)

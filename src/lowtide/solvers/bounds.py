@@ -10,8 +10,17 @@ The linear programme of all operations at once, in fractions: k_i of an operatio
 
 there(t) is what is in memory at t whatever the plan is: parameters, gradients so far, backward's own temporaries,
 what cannot be dropped, and the saved results that backward is using at t. A saved result is needed until backward
-lets go of it; one that only replays read, until backward reaches its segment. Replays' transients are left out.
-Every plan that keeps the boundaries of the chain is a solution, so the optimum bounds them all.
+lets go of it; one that only replays read, until backward reaches its segment. Every plan that keeps the boundaries of
+the chain is a solution, so the optimum bounds them all.
+
+What replays have made again is left out there, and it is what matters at the smallest budgets. On request, d_i is
+added for two moments of each segment: operation i was run again before.
+
+    d_i + k_i >= 1      for every result that backward has asked for
+    d_j + k_j >= d_i    for every operation i that reads a result of j;  r_i >= d_i
+    there(t) + sum of bytes_i * (k_i + d_i) for results still needed at t  <=  budget
+
+That holds where nothing is run again twice.
 """
 
 from __future__ import annotations
@@ -20,18 +29,23 @@ import highspy
 import numpy as np
 
 from lowtide.graph import Event, StepGraph
+from lowtide.simulation import simulate
 from lowtide.solvers.highs import silent
-from lowtide.solvers.segmentation import Chain, overwritten
+from lowtide.solvers.menu import again_seconds
+from lowtide.solvers.segmentation import Chain, Segment, overwritten
 
-_MOMENTS = 8  # of each segment's backward
+_MOMENTS = 8  # of each segment's backward, at most
+_BUSIEST = 2  # of each segment's backward, at which what was made again is counted
+_ROWS = 320  # of all segments' moments, about; each segment has two at least
 
 
 class LowerBound:
     """The programme for one graph; answers any budget, hot-started from the last."""
 
-    def __init__(self, graph: StepGraph, chain: Chain, *, any_plan: bool = False) -> None:
-        """``any_plan``: bound plans that drop the boundaries too, more weakly."""
+    def __init__(self, graph: StepGraph, chain: Chain, *, any_plan: bool = False, rebuilt: bool = False) -> None:
+        """``any_plan``: bound plans that drop the boundaries too, more weakly; ``rebuilt``: count what replays made."""
         self.any_plan = any_plan
+        self.counts_rebuilt = rebuilt and not any_plan
         self.graph = graph
         self.free = [i for i, op in graph.forward_ops() if any(graph.buffers[b].droppable for b in _results(graph, i))]
         self.column = {op: n for n, op in enumerate(self.free)}
@@ -54,7 +68,7 @@ class LowerBound:
         graph, highs, n = self.graph, self.solver, len(self.free)
         saved = set(graph.saves)
         highs.addVars(2 * n, np.zeros(2 * n), np.ones(2 * n))
-        seconds = np.array([graph.ops[i].seconds + graph.host_seconds for i in self.free])
+        seconds = np.array([again_seconds(graph, i) for i in self.free])
         highs.changeColsCost(n, np.arange(n, 2 * n, dtype=np.int32), seconds)
         gone = overwritten(graph)
         for column, op in enumerate(self.free):
@@ -93,16 +107,62 @@ class LowerBound:
                 if graph.events[event][0] == Event.RUN:
                     most.setdefault(chain.owner[event], []).append((total, event))
         moments = {chain.seal}
+        count = min(_MOMENTS, max(2, _ROWS // max(1, len(most))))
         for rows in most.values():
-            moments |= {event for _, event in sorted(rows)[-_MOMENTS:]}
+            moments |= {event for _, event in sorted(rows)[-count:]}
         unsaved = [] if self.any_plan else self._unsaved(reached)
+        busiest = self._busiest() if self.counts_rebuilt else set()
+        asked: set[int] = set()  # makers of what backward has asked for and that the program no longer had
+        versions = {old for op in graph.ops for old, _ in op.writes}
         walk = _Walk(graph)
         for event, (kind, index) in enumerate(graph.events):
             walk.step(kind, index)
-            if event in moments:
+            if kind == Event.UNPACK and event > chain.seal:
+                row = graph.buffers[graph.saves[index]]
+                if row.droppable and row.storage not in walk.user and graph.saves[index] not in versions:
+                    asked.add(row.maker)
+            if event in moments or event in busiest:
                 sizes, fixed = walk.split()
-                sizes |= {op: size for op, size, until in unsaved if event < until}
-                self._add_moment(sizes, walk.memory + fixed)
+                columns = {self.column[op]: float(size) for op, size in sizes.items()}
+                if event in busiest:
+                    done = self._done(self.chain.segments[chain.owner[event]], asked)
+                    columns |= {column: float(sizes[op]) for op, column in done.items() if op in sizes}
+                columns |= {self.column[op]: float(size) for op, size, until in unsaved if event < until}
+                self._add_moment(columns, walk.memory + fixed)
+
+    def _busiest(self) -> set[int]:
+        """The moments of each segment's backward at which most is there when all but the boundaries is dropped."""
+        graph, chain = self.graph, self.chain
+        chosen = [op for op in self.free if op not in chain.boundaries]
+        highs = simulate(graph, chosen, live=False).highs
+        most: dict[int, list[tuple[int, int]]] = {}
+        for event in range(chain.seal + 1, len(graph.events)):
+            if graph.events[event][0] in (Event.RUN, Event.UNPACK):
+                most.setdefault(chain.owner[event], []).append((highs[event], event))
+        return {event for rows in most.values() for _, event in sorted(rows)[-_BUSIEST:]}
+
+    def _done(self, segment: Segment, asked: set[int]) -> dict[int, int]:
+        """Columns of "it was run again before the moment" by operation of the segment."""
+        graph, highs, n = self.graph, self.solver, len(self.free)
+        ops = [i for i in range(segment.first, segment.last) if i in self.column and i not in self.chain.boundaries]
+        first = highs.getNumCol()
+        done = {op: first + number for number, op in enumerate(ops)}
+        highs.addVars(len(ops), np.zeros(len(ops)), np.ones(len(ops)))
+        for op, column in done.items():
+            kept = self.column[op]
+            self._add_row(0.0, [n + kept, column], [1.0, -1.0])
+            if op in asked:
+                self._add_row(1.0, [kept, column], [1.0, 1.0])
+            for read in graph.ops[op].reads:
+                maker = graph.buffers[read].maker
+                if maker in done and graph.buffers[read].droppable:
+                    self._add_row(0.0, [self.column[maker], done[maker], column], [1.0, 1.0, -1.0])
+        return done
+
+    def _add_row(self, low: float, columns: list[int], values: list[float]) -> None:
+        index = np.array(columns, dtype=np.int32)
+        self.solver.addRow(low, highspy.kHighsInf, len(columns), index, np.array(values))
+        self.rows += 1
 
     def _unsaved(self, reached: dict[int, int]) -> list[tuple[int, int, int]]:
         """Results that only replays read: operation, bytes, and the event at which backward reaches its segment."""
@@ -117,8 +177,8 @@ class LowerBound:
                     found.append((op, size, reached.get(number, 0)))
         return found
 
-    def _add_moment(self, sizes: dict[int, int], there: int) -> None:
-        columns = np.array([self.column[op] for op in sizes], dtype=np.int32)
+    def _add_moment(self, sizes: dict[int, float], there: int) -> None:
+        columns = np.array(list(sizes), dtype=np.int32)
         values = np.array(list(sizes.values()), dtype=float)
         self.solver.addRow(-highspy.kHighsInf, highspy.kHighsInf, len(columns), columns, values)
         self.rooms.append((self.rows, float(there)))
@@ -130,13 +190,18 @@ def _results(graph: StepGraph, op: int) -> list[int]:
     return [*row.makes, *(new for _, new in row.writes)]
 
 
+def _gathered(graph: StepGraph, buffer: int) -> bool:
+    """Whether the buffer's memory is given back whoever has saved it."""
+    return graph.storages[graph.buffers[buffer].storage].kind == "gathered"
+
+
 class _Walk:
     """Follows the events and knows what is in memory whatever the plan is."""
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.user = {b.storage for b in graph.buffers if b.maker < 0}
-        self.saves: dict[int, int] = {}  # outstanding saves: buffer
+        self.saves: dict[int, int] = {}  # outstanding saves: buffer; not of what is given back whoever has saved it
         self.unpacked: set[int] = set()
         self.memory = graph.resident_bytes
 
@@ -154,7 +219,8 @@ class _Walk:
                 self.user.discard(index)
                 self.memory -= graph.storages[index].bytes
         elif kind == Event.SAVE:
-            self.saves[index] = graph.saves[index]
+            if not _gathered(graph, graph.saves[index]):
+                self.saves[index] = graph.saves[index]
         elif kind == Event.UNPACK:
             self.unpacked.add(index)
         elif kind == Event.RELEASE:
@@ -189,7 +255,7 @@ def _keeping_all(graph: StepGraph) -> list[int]:
     saved = 0
     for kind, index in graph.events:
         walk.step(kind, index)
-        if kind in (Event.SAVE, Event.RELEASE):
+        if kind in (Event.SAVE, Event.RELEASE) and not _gathered(graph, graph.saves[index]):
             storage = graph.buffers[graph.saves[index]].storage
             before = counts.get(storage, 0)
             counts[storage] = before + (1 if kind == Event.SAVE else -1)

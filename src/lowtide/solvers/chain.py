@@ -12,14 +12,15 @@ given menus, up to the rounding of bytes to quanta.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lowtide.graph import StepGraph
-from lowtide.simulation import Timeline, simulate
-from lowtide.solvers.menu import Menu
+from lowtide.simulation import Timeline, _dropped, simulate
+from lowtide.solvers.menu import Facts, Menu
 from lowtide.solvers.segmentation import Chain, chain_of
 
 
@@ -40,25 +41,24 @@ class ChainSolver:
     quanta: int = 1500
     menu: Menu = field(default_factory=Menu)
 
-    def prepare(self, graph: StepGraph, progress: Callable[[int, int], None] | None = None) -> Tables:
+    def prepare(self, graph: StepGraph, progress: Callable[[int, int], object] | None = None) -> Tables:
         """Menus and their costs, for any budget."""
         chain = chain_of(graph)
+        facts = Facts.of(graph, chain)
         menus: dict[int, list[frozenset[int]]] = {}
         for segment in chain.segments:
             if segment.kind not in menus:
-                menus[segment.kind] = self.menu.choices(graph, chain, segment)
+                menus[segment.kind] = self.menu.choices(facts, segment)
         rounds = max(len(menu) for menu in menus.values())
         rows: list[list[Choice]] = [[] for _ in chain.segments]
-        seen: dict[int, frozenset[int]] = {}
         for n in range(rounds):
             picks = [menus[s.kind][min(n, len(menus[s.kind]) - 1)] for s in chain.segments]
-            timeline = simulate(graph, _ops(chain, picks))
+            timeline = simulate(graph, _ops(chain, picks), live=False)
             for i, choice in enumerate(_costs(graph, chain, picks, timeline)):
                 if n < len(menus[chain.segments[i].kind]):
                     rows[i].append(choice)
             if progress is not None:
                 progress(n + 1, rounds)
-        del seen
         return Tables(graph, chain, [_pareto(row) for row in rows], self.quanta)
 
 
@@ -128,15 +128,21 @@ def _costs(graph: StepGraph, chain: Chain, picks: list[frozenset[int]], timeline
     edges = [trail[start - 1] if start else graph.resident_bytes for start in chain.starts]
     edges.append(trail[chain.seal - 1])
     kept = [edges[i + 1] - edges[i] for i in range(count)]
-    own = [0] * count
-    for event, owner in enumerate(chain.owner):
-        own[owner] = max(own[owner], timeline.highs[event])
+    own = np.zeros(count, dtype=np.int64)
+    np.maximum.at(own, np.array(chain.owner), np.array(timeline.highs))
     seconds = [0.0] * count
-    where = {op: i for i, segment in enumerate(chain.segments) for op in range(segment.first, segment.last)}
+    firsts = [segment.first for segment in chain.segments]
     for op in timeline.replays:
-        seconds[where[op]] += graph.ops[op].seconds + graph.host_seconds
+        seconds[bisect_right(firsts, op) - 1] += graph.ops[op].seconds + graph.host_seconds
+    if graph.host_seconds:
+        chosen = _ops(chain, picks)
+        dropped = _dropped(graph, chosen)
+        for op in chosen:
+            row = graph.ops[op]
+            recorded = any(dropped[b] for b in (*row.makes, *(new for _, new in row.writes)))
+            seconds[bisect_right(firsts, op) - 1] += graph.host_seconds if recorded else 0.0
     below = np.concatenate([[0], np.cumsum(kept)])
-    return [Choice(picks[i], kept[i], own[i] - below[i], seconds[i]) for i in range(count)]
+    return [Choice(picks[i], kept[i], float(own[i] - below[i]), seconds[i]) for i in range(count)]
 
 
 def _pareto(row: list[Choice]) -> list[Choice]:

@@ -3,7 +3,7 @@
 For prices lam per kept byte and mu per rebuilt byte, choose which operations' results to keep (k) and which to
 replay (r) so that everything backward needs is there:
 
-    minimise  sum lam * bytes_i * k_i + sum (seconds_i + mu * bytes_i) * r_i
+    minimise  sum lam * bytes_i * k_i + sum (seconds_i + mu * bytes_i) * r_i      seconds_i: those of ``again_seconds``
     subject to  k_i + r_i >= 1      for every operation whose result autograd saved
                 k_j + r_j >= r_i    for every operation i that reads a result of j
 
@@ -15,14 +15,21 @@ lower the transient of the replay.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
-from lowtide.graph import StepGraph
+from lowtide.graph import Event, StepGraph
 from lowtide.solvers.highs import silent
+from lowtide.solvers.moments import Decisions
 from lowtide.solvers.segmentation import Chain, Segment, overwritten
+
+
+def again_seconds(graph: StepGraph, op: int) -> float:
+    """What it takes to run ``op`` once more: its own seconds, and the host's for recording it and for replaying it."""
+    return graph.ops[op].seconds + 2 * graph.host_seconds
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,9 @@ class Menu:
     prices: tuple[float, ...] = tuple(float(x) for x in np.geomspace(1e-3, 1e3, 22))
     rebuilt: tuple[float, ...] = (0.0, 0.03, 0.3)
 
-    def choices(self, graph: StepGraph, chain: Chain, segment: Segment) -> list[frozenset[int]]:
+    def choices(self, facts: Facts, segment: Segment) -> list[frozenset[int]]:
         """Sets of operations to recompute, as offsets from the segment's first operation; the empty set first."""
-        cut = Cut(graph, chain, segment)
+        cut = Cut(facts, segment)
         found: dict[frozenset[int], None] = {frozenset(): None}
         if not cut.free:
             return list(found)
@@ -47,22 +54,57 @@ class Menu:
         return list(found)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What cuts of all segments of a step need to know."""
+
+    graph: StepGraph
+    boundaries: frozenset[int]
+    droppable: Sequence[bool]
+    """By buffer."""
+    saved: frozenset[int]
+    """Buffers that backward needs and that the program does not hold until then."""
+    overwritten: frozenset[int]
+    """Operations of whose results nothing can be kept."""
+
+    @staticmethod
+    def of(graph: StepGraph, chain: Chain) -> Facts:
+        """Those of ``graph``."""
+        saved = frozenset(graph.saves) - _held(graph)
+        return Facts(graph, chain.boundaries, Decisions(graph).can, saved, frozenset(overwritten(graph)))
+
+
+def _held(graph: StepGraph) -> set[int]:
+    """Saved buffers that the program still holds whenever backward asks for them, such as a model's outputs."""
+    freed: dict[int, int] = {}
+    asked: dict[int, int] = {}
+    for event, (kind, index) in enumerate(graph.events):
+        if kind == Event.FREE:
+            freed[index] = event
+        elif kind == Event.UNPACK:
+            asked[graph.saves[index]] = event
+    gone = {old for op in graph.ops for old, _ in op.writes}
+    last = len(graph.events)
+    return {b for b, event in asked.items() if b not in gone and freed.get(graph.buffers[b].storage, last) > event}
+
+
 class Cut:
     """The linear programme of one segment."""
 
-    def __init__(self, graph: StepGraph, chain: Chain, segment: Segment) -> None:
-        self.graph = graph
+    def __init__(self, facts: Facts, segment: Segment) -> None:
+        self.graph = graph = facts.graph
         self.segment = segment
-        self.saved = set(graph.saves)
+        self.can = facts.droppable
+        self.saved = facts.saved
         self.ops = list(range(segment.first, segment.last))
-        self.free = [i for i in self.ops if self._droppable(i) and i not in chain.boundaries]
+        self.free = [i for i in self.ops if self._droppable(i) and i not in facts.boundaries]
         self.column = {op: n for n, op in enumerate(self.free)}
         self.bytes = np.array([self._kept_bytes(i) for i in self.free], dtype=float)
         self.made = np.array([self._made_bytes(i) for i in self.free], dtype=float)
-        self.seconds = np.array([graph.ops[i].seconds for i in self.free], dtype=float)
+        self.seconds = np.array([again_seconds(graph, i) for i in self.free], dtype=float)
         self.total_bytes = float(self.bytes.sum())
         self.total_seconds = float(self.seconds.sum()) or 1.0
-        self.never = [self.column[i] for i in overwritten(graph) if i in self.column]
+        self.never = {self.column[i] for i in facts.overwritten if i in self.column}
         self.solver = silent()
         self._build()
 
@@ -71,13 +113,13 @@ class Cut:
         return [*row.makes, *(new for _, new in row.writes)]
 
     def _droppable(self, op: int) -> bool:
-        return any(self.graph.buffers[b].droppable for b in self._results(op))
+        return any(self.can[b] for b in self._results(op))
 
     def _size(self, buffer: int) -> int:
         return self.graph.storages[self.graph.buffers[buffer].storage].bytes
 
     def _kept_bytes(self, op: int) -> int:
-        results = [b for b in self._results(op) if self.graph.buffers[b].droppable]
+        results = [b for b in self._results(op) if self.can[b]]
         wanted = [b for b in results if b in self.saved]
         return sum(self._size(b) for b in wanted or results)
 
@@ -93,11 +135,11 @@ class Cut:
             highs.changeColBounds(column, 0.0, 0.0)
         one, inf = 1.0, highspy.kHighsInf
         for column, op in enumerate(self.free):
-            if any(b in self.saved and self.graph.buffers[b].droppable for b in self._results(op)):
+            if any(b in self.saved and self.can[b] for b in self._results(op)):
                 highs.addRow(one, inf, 2, np.array([column, n + column]), np.array([one, one]))
             for read in self.graph.ops[op].reads:
                 maker = self.column.get(self.graph.buffers[read].maker)
-                if maker is not None and self.graph.buffers[read].droppable:
+                if maker is not None and self.can[read]:
                     index = np.array([maker, n + maker, n + column])
                     highs.addRow(0.0, inf, 3, index, np.array([one, one, -one]))
         self.columns = np.arange(2 * n, dtype=np.int32)
@@ -117,8 +159,8 @@ class Cut:
         scale = 1.0 / max(cost.max(), 1e-300)
         self.solver.changeColsCost(2 * n, self.columns, cost * scale)
         self.solver.run()
-        kept = np.array(self.solver.getSolution().col_value[:n]) > 0.5
-        return frozenset(self.free[i] - self.segment.first for i in range(n) if not kept[i])
+        again = np.array(self.solver.getSolution().col_value[n:]) > 0.5  # recording what is never replayed costs too
+        return frozenset(self.free[i] - self.segment.first for i in range(n) if again[i])
 
     def middles(self) -> list[int]:
         """Operations at which a single droppable result crosses: natural restore points inside the segment."""

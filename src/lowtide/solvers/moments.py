@@ -304,6 +304,9 @@ class Moments:
         for s, storage in enumerate(graph.storages):
             there = [b for b in d.versions[s] if graph.buffers[b].maker < state.ran]
             fixed = s in state.user or any(b in state.saved and not d.can[b] for b in there)
+            if storage.kind == "gathered":  # given back whoever may read it later
+                constant += storage.bytes if s in state.user else 0
+                continue
             constant += storage.bytes if fixed else 0
             bounds: list[tuple[float, Terms]] = []
             for b in there:
