@@ -2,10 +2,12 @@
 
     python -m benchmarks.prediction
     python -m benchmarks.prediction --model llama --model unet --json
+    python -m benchmarks.prediction --summary          (a line a model, with its worst policy: the table in the docs)
     python -m benchmarks.prediction --scale            (how fast planning's tools are; --large adds 70B)
 
 Bytes: the allocator's own events of one step, and what lived before it: parameters, buffers, inputs and, where
-gradients accumulate, gradients. Seconds: CPU time of whole steps on one thread, policies in turn, medians.
+gradients accumulate, gradients. Seconds: CPU time of whole steps that are followed, on one thread, policies in turn,
+medians. The plain step takes part twice: what it is off itself is the machine's noise.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -22,65 +24,25 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import lowtide
 from benchmarks.memory import measure_memory
-from benchmarks.race import clear, forward
+from benchmarks.prediction_rows import Row, render, summary_head, summary_line, verdict
+from benchmarks.race import STEPS_TO_KNOW, clear, forward
 from benchmarks.scale import LLAMAS, in_own_process, render_scale, simulation_scale
 from benchmarks.zoo import SMALL, ZOO
 from benchmarks.zoo_model import ZooModel
 from lowtide.demo.training import in_turn, median_ratio
 from lowtide.hand import plan_of
 from lowtide.tape.policy import Policy
-from lowtide.units import format_bytes, format_seconds
 
-BYTES_AIM, SECONDS_AIM = 0.01, 0.10
-IN_BFLOAT16 = ["vit", "resnet"]
+IN_BFLOAT16 = ["vit", "resnet", "small-gpt", "small-lm", "small-lstm"]
 """Models whose bytes are measured under bfloat16 autocast too; many CPUs emulate it, ten times slower."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model under one policy. Bytes are peaks with all that is resident; seconds are those of a step.
-
-    `fake_bytes` is foretold from a trace on fake tensors; `fake_failure` says why there is none. Ratios are to
-    the plain step. Seconds and ratios are 0 where time was not measured.
-    """
-
-    model: str
-    policy: str
-    accumulates: bool = False
-    measured_bytes: int = 0
-    predicted_bytes: int = 0
-    fake_bytes: int = 0
-    measured_seconds: float = 0.0
-    predicted_seconds: float = 0.0
-    measured_ratio: float = 0.0
-    predicted_ratio: float = 0.0
-    failure: str = ""
-    fake_failure: str = ""
-
-    @property
-    def bytes_error(self) -> float:
-        return off(self.predicted_bytes, self.measured_bytes)
-
-    @property
-    def fake_error(self) -> float:
-        return 0.0 if self.fake_failure else off(self.fake_bytes, self.measured_bytes)
-
-    @property
-    def seconds_error(self) -> float:
-        return off(self.predicted_seconds, self.measured_seconds)
-
-    @property
-    def ratio_error(self) -> float:
-        return off(self.predicted_ratio, self.measured_ratio)
-
-
-def off(predicted: float, measured: float) -> float:
-    """How far a prediction is above what was measured, as a fraction; 0 where nothing was."""
-    return predicted / measured - 1 if measured else 0.0
+LONG = ["gpt", "lm"]
+"""Models of seconds a step; a summary has them in small."""
+SHORT_TURN = 0.1
+"""Seconds: whose step is shorter takes several a turn."""
+PLAIN, AGAIN = "plain", "plain again"
 
 
 def policies_for(model: ZooModel) -> dict[str, Policy]:
@@ -97,10 +59,11 @@ def policies_for(model: ZooModel) -> dict[str, Policy]:
 
 @dataclass(frozen=True)
 class Time:
-    """Median seconds of a step, and the median of per-round ratios to the plain step."""
+    """Median seconds of a step; median of per-round ratios to the plain step, and how far half of them are off it."""
 
     seconds: float = 0.0
     ratio: float = 0.0
+    spread: float = 0.0
 
 
 # ---- measuring ----------------------------------------------------------------------------------------------
@@ -132,26 +95,39 @@ def measured_peak(model: ZooModel, recording: AbstractContextManager[Any], accum
 def measured_seconds(model: ZooModel, around: Sequence[AbstractContextManager[Any]], rounds: int) -> list[Time]:
     """CPU seconds of a step inside each of `around`, in turn, and over those inside the first."""
     seconds: list[list[float]] = [[] for _ in around]
+    steps = 1 + round(SHORT_TURN / step_seconds(model, around[0])) if rounds else 0
     for number in range(rounds):
         for which in in_turn(range(len(around)), number):
-            clear(model)
             gc.collect()
-            begin = time.process_time()
-            take_step(model, around[which])
-            seconds[which].append(time.process_time() - begin)
+            own = [step_seconds(model, around[which]) for _ in range(steps)]
+            seconds[which].append(median(own[steps > 1 :]))  # the first finds caches full of others' data
     clear(model)
-    return [Time(median(own), median_ratio(own, seconds[0])) if own else Time() for own in seconds]
+    return [timed(own, seconds[0]) if own else Time() for own in seconds]
+
+
+def step_seconds(model: ZooModel, around: AbstractContextManager[Any]) -> float:
+    """CPU seconds of one step."""
+    clear(model)
+    begin = time.process_time()
+    take_step(model, around)
+    return time.process_time() - begin
+
+
+def timed(own: Sequence[float], plain: Sequence[float]) -> Time:
+    """What the seconds of each round come to, beside the plain step's."""
+    ratio = median_ratio(own, plain)
+    return Time(median(own), ratio, median(abs(a / b - ratio) for a, b in zip(own, plain, strict=True)))
 
 
 # ---- foretelling --------------------------------------------------------------------------------------------
 
 
 def graph_of(model: ZooModel, *, fake: bool = False, accumulates: bool = False, repeats: int = 0) -> lowtide.StepGraph:
-    """Trace the model; `repeats` times each operation where it is not 0."""
+    """Trace the model; `repeats` times each operation and the plain step where it is not 0."""
     clear(model)
     if accumulates:
         torch.autograd.backward(model.forward())
-    graph = lowtide.trace(model.forward, model=model.model, fake=fake, repeats=repeats)
+    graph = lowtide.trace(model.forward, model=model.model, fake=fake, repeats=repeats, plain_steps=repeats)
     clear(model)
     return graph
 
@@ -159,12 +135,12 @@ def graph_of(model: ZooModel, *, fake: bool = False, accumulates: bool = False, 
 def rows_of(model: ZooModel, rounds: int) -> Iterator[Row]:
     """Foretell and measure a model under every policy, with and without gradients that are there before."""
     policies = policies_for(model)
-    recordings: dict[str, AbstractContextManager[Any]] = {"plain": nullcontext()}
+    recordings: dict[str, AbstractContextManager[Any]] = {PLAIN: nullcontext(), AGAIN: nullcontext()}
     failures: dict[str, str] = {}
     for name, policy in policies.items():
         recording = lowtide.record(policy)
         try:
-            for _ in range(2):  # the first step proves replays
+            for _ in range(STEPS_TO_KNOW if rounds else 2):  # the first step proves replays
                 clear(model)
                 take_step(model, recording)
             recordings[name] = recording
@@ -193,6 +169,7 @@ def rows_of(model: ZooModel, rounds: int) -> Iterator[Row]:
                 if accumulates
                 else replace(
                     row,
+                    noise=max(abs(times[AGAIN].ratio - 1), times[AGAIN].spread),
                     measured_seconds=times[name].seconds,
                     measured_ratio=times[name].ratio,
                     predicted_seconds=timeline.step_seconds,
@@ -224,23 +201,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print(render_scale(found))
         return
     rows: list[Row] = []
+    if options.summary and not options.json:
+        print(summary_head(), flush=True)
     for model, rounds in chosen_models(options):
         own = list(rows_of(model, rounds))
         rows += own
-        if not options.json:
+        if options.summary and not options.json:
+            print(summary_line(own), flush=True)
+        elif not options.json:
             console.print(render(model.name, own))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
-    else:
+    elif not options.summary:
         console.print("\n".join(verdict(rows)))
 
 
 def chosen_models(options: argparse.Namespace) -> Iterator[tuple[ZooModel, int]]:
     """Make the models, with how many rounds to time, one at a time, so that one lives at a time."""
-    for name in options.model or ZOO:
+    for name in options.model or default_models(options.summary):
         yield (ZOO | SMALL)[name]().seeded(), options.rounds
-        if options.bfloat16 and name in IN_BFLOAT16:
-            yield ZOO[name]().in_bfloat16().seeded(), 0
+        if options.bfloat16 and name in IN_BFLOAT16 and not (options.summary and name in ZOO):
+            yield (ZOO | SMALL)[name]().in_bfloat16().seeded(), 0
+
+
+def default_models(short: bool) -> list[str]:
+    """The zoo; `short`: what takes minutes."""
+    return [*(name for name in ZOO if name not in LONG), *SMALL] if short else list(ZOO)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -249,75 +235,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", choices=[*ZOO, *SMALL], action="append", help="may be given again; default: all")
     made.add_argument("--rounds", type=int, default=7, help="timed rounds; 0 measures bytes alone")
     made.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True)
+    made.add_argument(
+        "--summary", action="store_true", help="a line a model, as Markdown; models of seconds a step not"
+    )
     made.add_argument("--scale", action="store_true", help="time simulate and the trace of a 7B model instead")
     made.add_argument("--large", action="store_true", help="the same, and a 70B model")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
-
-
-def render(title: str, rows: Sequence[Row]) -> Table:
-    """Lay the rows of one model out; errors beyond the aims are red."""
-    aims = f"aims: bytes within {BYTES_AIM:.0%}, seconds within {SECONDS_AIM:.0%}; x: over the plain step"
-    table = Table(title=title, caption=aims)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("gradients")
-    for heading in ("peak", "predicted", "off", "off, fakes", "step CPU s", "predicted", "off", "x", "predicted x"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        if row.failure:
-            table.add_row(row.policy, "", row.failure)
-            continue
-        table.add_row(
-            row.policy,
-            "added to" if row.accumulates else "new",
-            format_bytes(row.measured_bytes),
-            format_bytes(row.predicted_bytes),
-            marked(row.bytes_error, BYTES_AIM),
-            "none" if row.fake_failure else marked(row.fake_error, BYTES_AIM),
-            *time_cells(row),
-        )
-    for failure in sorted({row.fake_failure for row in rows} - {""}):
-        table.caption = f"{aims}\nnone on fakes: {failure}"
-    return table
-
-
-def time_cells(row: Row) -> list[str]:
-    """What the table says of a row's time, if that was measured."""
-    if not row.measured_seconds:
-        return []
-    return [
-        format_seconds(row.measured_seconds),
-        format_seconds(row.predicted_seconds),
-        marked(row.seconds_error, SECONDS_AIM),
-        f"{row.measured_ratio:.3f}",
-        f"{row.predicted_ratio:.3f}",
-    ]
-
-
-def marked(error: float, aim: float) -> str:
-    """The error in percent, red where it is beyond the aim."""
-    text = f"{error:+.2%}"
-    return f"[red]{text}[/red]" if abs(error) > aim else text
-
-
-def verdict(rows: Sequence[Row]) -> list[str]:
-    """The worst row of each kind of prediction, and how many miss."""
-    good = [row for row in rows if not row.failure]
-    lines = [f"{len(rows) - len(good)} of {len(rows)} failed"] if len(good) < len(rows) else []
-    kinds: list[tuple[str, float, Callable[[Row], float]]] = [
-        ("bytes", BYTES_AIM, lambda row: row.bytes_error),
-        ("bytes from fakes", BYTES_AIM, lambda row: row.fake_error),
-        ("seconds", SECONDS_AIM, lambda row: row.seconds_error),
-        ("seconds over plain's", SECONDS_AIM, lambda row: row.ratio_error),
-    ]
-    for kind, aim, error in kinds:
-        worst = max(good, key=lambda row: abs(error(row)), default=None)
-        if worst is None:
-            continue
-        misses = sum(abs(error(row)) > aim for row in good)
-        where = f"{worst.model}, {worst.policy}{', gradients added to' if worst.accumulates else ''}"
-        lines.append(f"{kind}: {misses} of {len(good)} rows miss {aim:.0%}; worst {error(worst):+.2%} ({where})")
-    return lines
 
 
 if __name__ == "__main__":

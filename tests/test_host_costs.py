@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -65,9 +66,31 @@ def test_a_bound_has_what_recording_costs_in_it() -> None:
 def test_a_real_trace_measures_them_and_no_other_does() -> None:
     tiny = TINY["perceptron"]()
     measured = tiny.trace(fake=False, repeats=1)
-    assert 0 < measured.host_seconds + measured.recording_seconds + measured.outside_seconds < 1
+    assert 0 < measured.host_seconds + measured.recording_seconds < 1
+    assert 0 < measured.seconds < 1
     for graph in (tiny.trace(fake=True), tiny.trace(fake=False, repeats=0)):
         assert graph.host_seconds == graph.recording_seconds == graph.outside_seconds == 0
+
+
+def test_the_plain_step_is_timed_as_a_whole_where_that_is_asked_for() -> None:
+    calls = 0
+    tiny = TINY["perceptron"]()
+
+    def step() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        return tiny.step()
+
+    state = torch.get_rng_state()
+    graph = lowtide.trace(step, tiny.model, repeats=1, plain_steps=2)
+    assert calls == 1 + 2 + 1
+    assert graph.outside_seconds > 0.01
+    assert graph.seconds > 0.02
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in tiny.model.parameters())
 
 
 def test_measuring_is_seen_by_nobody(unmeasured: None) -> None:

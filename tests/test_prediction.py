@@ -12,7 +12,8 @@ from torch import nn
 import lowtide
 from benchmarks import prediction
 from benchmarks.headlines import Point, best, headlines, peak_at, ratio_at
-from benchmarks.prediction import Row, graph_of, measured_peak, off, policies_for, resident_bytes, take_step
+from benchmarks.prediction import graph_of, measured_peak, policies_for, resident_bytes, take_step
+from benchmarks.prediction_rows import Row, off, summary_head, summary_line, verdict
 from benchmarks.zoo import SMALL
 from benchmarks.zoo_model import ZooModel, zoo_model
 from lowtide.hand import plan_of
@@ -92,12 +93,25 @@ def test_what_is_there_before_the_step_is_counted_once(name: str) -> None:
 
 
 def test_the_table_and_the_verdict_name_the_worst_row(capsys: pytest.CaptureFixture[str]) -> None:
-    prediction.main(["--model", "small-gpt", "--rounds", "1"])
+    prediction.main(["--model", "small-gpt", "--rounds", "1", "--no-bfloat16"])
     out = " ".join(capsys.readouterr().out.split())
     assert "bytes: 0 of 10 rows miss 1%" in out
     rows = [Row("a", "p", measured_bytes=100, predicted_bytes=100), Row("b", "q", True, 100, 110, 100)]
-    assert prediction.verdict(rows)[0] == "bytes: 1 of 2 rows miss 1%; worst +10.00% (b, q, gradients added to)"
+    assert verdict(rows)[0] == "bytes: 1 of 2 rows miss 1%; worst +10.00% (b, q, gradients added to)"
     assert off(1, 0) == 0
+
+
+def test_a_summary_has_a_line_for_a_model_with_its_worst_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    prediction.main(["--summary", "--model", "small-mlp", "--rounds", "1", "--no-bfloat16"])
+    head, rule, line = capsys.readouterr().out.splitlines()
+    assert [head, rule] == summary_head().splitlines()
+    assert line.count("|") == head.count("|") == rule.count("|")
+    rows = [
+        Row("m", "a", measured_bytes=100, predicted_bytes=101, fake_bytes=100, noise=0.02, measured_seconds=1.0,
+            predicted_seconds=0.9, measured_ratio=1.0, predicted_ratio=1.1),
+        Row("m", "b", measured_bytes=100, predicted_bytes=98, fake_bytes=100),
+    ]  # fmt: skip
+    assert summary_line(rows) == "| m | -2.0000% (b) | 0 | -10.0% (a) | +10.0% (a) | ±2.0% |"
 
 
 def test_headlines_are_read_off_the_line_between_measured_points() -> None:

@@ -14,6 +14,7 @@ from benchmarks.memory import measure_memory
 from graphs import Sketch
 from lowtide.graph import Event, StepGraph
 from lowtide.simulation import simulate
+from lowtide.tracing import kernels
 from lowtide.tracing.workspaces import run_measured
 from tiny import TINY
 
@@ -76,10 +77,33 @@ def test_a_trace_without_times_sees_the_same_workspaces() -> None:
     assert any(op.workspace_bytes for op in timed.ops if not op.backward)
 
 
-def test_fake_tensors_know_no_workspace_and_say_so() -> None:
-    graph = TINY["convolutions"]().trace(fake=True)
+def test_fake_tensors_foretell_the_same_workspaces() -> None:
+    real, fake = TINY["convolutions"]().trace(fake=False, repeats=0), TINY["convolutions"]().trace(fake=True)
+    assert fake.workspaces
+    assert [op.workspace_bytes for op in fake.ops] == [op.workspace_bytes for op in real.ops]
+
+
+def test_what_another_machine_takes_is_unknown_and_said_to_be() -> None:
+    tiny = TINY["convolutions"]()
+    graph = lowtide.trace(tiny.step, tiny.model, fake=True, hardware="h100")
     assert not graph.workspaces
     assert not any(op.workspace_bytes for op in graph.ops)
+
+
+def test_kernels_beyond_the_limit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MOST_BYTES", 100)
+    graph = TINY["convolutions"]().trace(fake=True)
+    assert not graph.workspaces
+    assert not any(op.workspace_bytes for op in graph.ops if op.name == "aten.convolution.default")
+
+
+def test_trying_kernels_leaves_random_state_alone() -> None:
+    kernels._known.clear()
+    tiny = TINY["perceptron"]()
+    state = torch.get_rng_state()
+    tiny.trace(fake=True)
+    assert kernels._known
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_nothing_is_measured_inside_of_somebodys_profile() -> None:
@@ -144,7 +168,8 @@ def test_a_graph_of_the_first_schema_has_neither() -> None:
     old = {key: value for key, value in data.items() if key != "workspaces"}
     old |= {"schema": 1, "ops": [row[:-2] for row in data["ops"]]}
     loaded = StepGraph.from_json(old)
-    assert loaded == replace(graph, ops=tuple(replace(op, state_bytes=0) for op in graph.ops))
+    ops = tuple(replace(op, workspace_bytes=0, state_bytes=0) for op in graph.ops)
+    assert loaded == replace(graph, ops=ops, workspaces=False)
 
 
 def test_the_memory_table_says_what_a_kernel_takes() -> None:

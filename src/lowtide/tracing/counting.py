@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.tape.operators import operator
 from lowtide.tape.sharding import local
+from lowtide.tracing.kernels import bytes_of, flops_of, workspace_of
 from lowtide.tracing.workspaces import device_of, run_measured
 
 _SEEN = "_lowtide_counted"
@@ -19,14 +21,15 @@ _SEEN = "_lowtide_counted"
 class LiveBytes(TorchDispatchMode):
     """A dispatch mode that knows the bytes of all storages made inside it and when each of them dies.
 
-    Counts what the dispatcher sees: results of operations; what a kernel takes for itself only with
-    ``workspaces``, on real tensors. Enter it outside of a recording, so that replayed operations pass through it as
-    well. What operations read that was not made inside is counted on its own, in ``inputs``.
+    Counts what the dispatcher sees, results of operations, and with ``workspaces`` what kernels take for themselves:
+    on fake tensors as far as trying them tells. Enter it outside of a recording, so that replayed operations pass
+    through it as well. What operations read that was not made inside is counted on its own, in ``inputs``.
     """
 
-    def __init__(self, *, workspaces: bool = False) -> None:
+    def __init__(self, *, workspaces: bool = False, fake: bool = False) -> None:
         super().__init__()
         self.workspaces = workspaces
+        self.fake = fake
         self.live = 0
         self.peak = 0
         self.inputs = 0
@@ -44,10 +47,7 @@ class LiveBytes(TorchDispatchMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
                     self.note(tensor)
-        if self.workspaces and not func.is_view:
-            out, workspace = run_measured(partial(func, *args, **kwargs), device_of(args, kwargs))
-        else:
-            out, workspace = func(*args, **kwargs), 0
+        out, workspace = self._run(func, args, kwargs)
         # A view of a real tensor among fakes is a view of a fake that was never seen.
         see = self.ignore if func.is_view else self.see
         for result in (out,) if isinstance(out, Tensor) else out if isinstance(out, (list, tuple)) else ():
@@ -55,6 +55,15 @@ class LiveBytes(TorchDispatchMode):
                 see(result)
         self.peak = max(self.peak, self.live + workspace)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+        if not self.workspaces or func.is_view:
+            return func(*args, **kwargs), 0
+        if not self.fake:
+            return run_measured(partial(func, *args, **kwargs), device_of(args, kwargs))
+        out, op = func(*args, **kwargs), operator(func)
+        flops, size = flops_of(op, args, kwargs, out), bytes_of(args, kwargs, out)
+        return out, workspace_of(op, args, kwargs, flops=flops, bytes=size) or 0
 
     def ignore(self, tensor: Tensor) -> None:
         """Leave out the memory of ``tensor``, which was there before."""

@@ -1,7 +1,13 @@
 """What the host adds to operations: Python and autograd in a plain step, the tape in a recorded one.
 
-A small step is taken plainly, recorded, and replayed, in turn, and what its operations take by themselves is left
-out. That is done once a process, in a thread of its own: modes, hooks, autocast and profiles belong to threads.
+Two small steps of different depth are taken plainly and under two policies, in turn, and what their operations take by
+themselves is left out:
+
+    plain             operations + outside
+    one dropped       the same + step + recording x forward
+    all dropped       the same + tape x (dropped + replayed)
+
+That is done once a process, in a thread of its own: modes, hooks, autocast and profiles belong to threads.
 """
 
 from __future__ import annotations
@@ -20,32 +26,35 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lowtide.graph import StepGraph
-from lowtide.policies import keep_all, recompute_all
+from lowtide.policies import recompute_all
 from lowtide.recording import begin, end, record
 from lowtide.simulation import simulate
-from lowtide.tape.policy import Policy
+from lowtide.tape.policy import Op, Policy, as_policy
 from lowtide.tracing.tracer import Tracer
 
-LAYERS, WIDTH = 12, 8
-"""Of the small step: enough that the end of a step weighs little, so narrow that arithmetic does too."""
-ROUNDS = 9
+LAYERS, WIDTH = (6, 18), 8
+"""Of two small steps, so narrow that arithmetic weighs little: their difference is free of what a step costs once."""
+ROUNDS, UNTIMED = 9, 6
+"""The first steps are recorded, later ones are followed."""
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds on top of the operations themselves, for one operation each."""
+    """Seconds on top of the operations themselves."""
 
     outside_seconds: float = 0.0
-    """Of a plain step: Python, modules, autograd."""
+    """Python, modules and autograd, for each operation or view of a plain step."""
+    step_seconds: float = 0.0
+    """Of a step in which anything is dropped, once."""
     recording_seconds: float = 0.0
-    """Of a recorded forward pass, whatever is done about it."""
+    """Of its forward pass, for each operation or view, whatever is done about it."""
     tape_seconds: float = 0.0
-    """That is dropped, and again when it is replayed."""
+    """For each operation that is dropped, and again when it is replayed."""
 
 
 @cache
 def host_costs() -> HostCosts:
-    """Measure what this machine's Python adds, in a tenth of a second."""
+    """Measure what this machine's Python adds, in some tenths of a second."""
     found: list[HostCosts] = []
     thread = threading.Thread(target=lambda: found.append(_measure()), name="lowtide host costs")
     thread.start()
@@ -65,9 +74,33 @@ class Layer(nn.Module):
         return F.gelu(F.linear(hidden, self.weight))
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Of a small step: seconds outside of its operations, seconds that policies add, and counts of operations."""
+
+    outside: float
+    least: float
+    most: float
+    dispatched: int
+    forward: int
+    handled: int
+
+
 def _measure() -> HostCosts:
+    small, large = map(_costs, LAYERS)
+    outside = (large.outside - small.outside) / (large.dispatched - small.dispatched)
+    recording = max(0.0, (large.least - small.least) / (large.forward - small.forward))
+    tape = max(0.0, (large.most - large.least) / large.handled)
+    return HostCosts(outside, max(0.0, small.least - recording * small.forward), recording, tape)
+
+
+def _drops_one(op: Op) -> bool:
+    return op.name != "aten.sum"
+
+
+def _costs(depth: int) -> _Costs:
     generator = torch.Generator().manual_seed(0)
-    layers = [Layer(generator) for _ in range(LAYERS)]
+    layers = [Layer(generator) for _ in range(depth)]
     batch = torch.randn(4, WIDTH, generator=generator)
     calls = [layer.forward if _has_any_global_hook() else layer for layer in layers]  # nobody's hooks see these
 
@@ -86,18 +119,21 @@ def _measure() -> HostCosts:
 
         return recorded
 
-    graph = _traced(forward)
+    graph, dispatched = _traced(forward)
     count = sum(not op.backward for op in graph.ops)
-    timeline = simulate(graph, frozenset(range(count)))
-    plain, kept, dropped = _in_turn(forward, under(keep_all), under(recompute_all))
-    return HostCosts(
-        max(0.0, plain - graph.seconds) / len(graph.ops),
-        max(0.0, kept - plain) / count,
-        max(0.0, dropped - kept - timeline.recompute_seconds) / (count + len(timeline.replays)),
+    every = simulate(graph, frozenset(range(count)))
+    plain, least, most = _in_turn(forward, under(as_policy(_drops_one)), under(recompute_all))
+    return _Costs(
+        outside=plain - graph.seconds,
+        least=least - plain,
+        most=most - plain - every.recompute_seconds,
+        dispatched=sum(dispatched),
+        forward=dispatched[0],
+        handled=count + len(every.replays),
     )
 
 
-def _traced(forward: Callable[[], Tensor]) -> StepGraph:
+def _traced(forward: Callable[[], Tensor]) -> tuple[StepGraph, list[int]]:
     tracer = Tracer(repeats=5)
     begin(tracer)
     try:
@@ -106,18 +142,18 @@ def _traced(forward: Callable[[], Tensor]) -> StepGraph:
         end(tracer)
     with tracer:
         _backward(loss)
-    return StepGraph(**tracer.rows())
+    return StepGraph(**tracer.rows()), tracer.dispatched
 
 
 def _in_turn(*forwards: Callable[[], Tensor]) -> list[float]:
     """Median seconds of a step with each of ``forwards``."""
     seconds: list[list[float]] = [[] for _ in forwards]
-    for _ in range(ROUNDS + 2):
+    for _ in range(UNTIMED + ROUNDS):
         for own, forward in zip(seconds, forwards, strict=True):
             start = time.thread_time()
             _backward(forward())
             own.append(time.thread_time() - start)
-    return [median(own[2:]) for own in seconds]
+    return [median(own[UNTIMED:]) for own in seconds]
 
 
 def _backward(loss: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide.graph import Event, StepGraph
 from lowtide.recording import begin, end
-from lowtide.tape.sharding import local
+from lowtide.tape.sharding import local, sharding
 from lowtide.tape.sites import Tree
 from lowtide.tracing.counting import distinct_bytes
 from lowtide.tracing.stepping import graph_of
@@ -50,12 +50,15 @@ class Observation:
     def backward(self, run: Any) -> Any:
         """Run a backward pass under the tracer."""
         seen = len(self.tracer.events)
+        sharding.start()
         try:
             with self.tracer:
                 result = run()
         except BaseException:
             self.failed = True
             raise
+        finally:
+            sharding.stop()
         if any(kind == Event.UNPACK for kind, _ in self.tracer.events[seen:]):
             self._complete = True
             self._name_gradients()

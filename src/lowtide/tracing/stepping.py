@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,9 @@ from lowtide.tape import randomness
 from lowtide.tape.sharding import local
 from lowtide.tape.sites import names_of, structure_of, together
 from lowtide.tracing.counting import LiveBytes, distinct_bytes
+from lowtide.tracing.timing import step_clock
 from lowtide.tracing.tracer import Tracer
+from lowtide.tracing.values import KnownValues
 
 Step = Callable[[], Tensor]
 
@@ -31,6 +34,7 @@ def trace(
     optimizer: torch.optim.Optimizer | str | None = None,
     hardware: Any = None,
     repeats: int = 3,
+    plain_steps: int = 0,
 ) -> StepGraph:
     """Run ``step`` once and write down what it computes, what it holds, and for how long.
 
@@ -39,11 +43,15 @@ def trace(
             Backward is run here; gradients, buffers and random state are put back afterwards.
         model: names parameters and modules; several are numbered. Without it, operations have no module paths
             below the modules called.
-        fake: run on fake tensors: no memory, no accelerator, no values. Times then come from ``hardware``, and what
-            kernels take for themselves while they run (``graph.workspaces``) is unknown and counts nothing.
+        fake: run on fake tensors: no memory, no accelerator, no values but those of small integers. Times then come
+            from ``hardware``. What kernels take for themselves while they run is tried out on the CPU; for another
+            ``hardware`` it is unknown and counts nothing (``graph.workspaces``).
         optimizer: an optimizer, or the name of one, whose states count: ``"adamw"``, ``"sgd"``, ...
         hardware: name of an accelerator, or an ``Accelerator``, for times by a roofline instead of measured ones.
         repeats: how often each operation is timed.
+        plain_steps: how often ``step`` is also run whole and timed, one more time than that, so that the seconds of
+            the plain step are measured ones; it must fit as it is. With 0, ``step`` is run once, and what its Python,
+            its modules and autograd take is estimated from a small step.
 
     Returns:
         The graph.
@@ -61,12 +69,14 @@ def trace(
     tracer = Tracer(0 if fake or hardware is not None else repeats)
     whole = None if model is None else together(model)
     tracer.names = names_of(whole)
+    plain = _plain_seconds(step, whole, plain_steps) if tracer.repeats and plain_steps else 0.0
+    tracer.try_kernels = fake and _is_cpu(hardware)
     try:
-        with _on_fakes(step, whole) if fake else nullcontext() as tracer.fakes, _untouched(whole):
+        with _on_fakes(whole, tracer.values) if fake else nullcontext() as tracer.fakes, _untouched(whole):
             existing = _gradients(whole)
             _run(tracer, step)
             unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
-            graph = graph_of(tracer, whole, optimizer, gradient_bytes=unseen)
+            graph = graph_of(tracer, whole, optimizer, gradient_bytes=unseen, plain_seconds=plain)
     except _FAKE_ERRORS as error:
         if not fake:
             raise
@@ -77,14 +87,20 @@ def trace(
     return with_costs(graph, hardware) if tracer.repeats == 0 else graph
 
 
+def _is_cpu(hardware: Any) -> bool:
+    """Whether the step is meant to run on a CPU such as the one at hand."""
+    return hardware is None or getattr(hardware, "name", hardware) == "cpu"
+
+
 def graph_of(
     tracer: Tracer,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | str | None,
     *,
     gradient_bytes: int,
+    plain_seconds: float = 0.0,
 ) -> StepGraph:
-    """What ``tracer`` saw as a graph."""
+    """What ``tracer`` saw as a graph; ``plain_seconds`` are those of the plain step, if they were measured."""
     from lowtide.tracing.host import HostCosts, host_costs
 
     # An accelerator works while the host prepares what comes next.
@@ -95,12 +111,35 @@ def graph_of(
         optimizer_bytes=optimizer_bytes(optimizer, model),
         gradient_bytes=gradient_bytes,
         measured=tracer.repeats > 0,
-        workspaces=tracer.fakes is None and tracer.workspaces,
+        workspaces=tracer.workspaces,
         torch_version=torch.__version__,
         host_seconds=host.tape_seconds,
-        recording_seconds=host.recording_seconds * sum(not op.backward for op in tracer.ops),
-        outside_seconds=host.outside_seconds * len(tracer.ops),
+        recording_seconds=host.step_seconds + host.recording_seconds * tracer.dispatched[0],
+        outside_seconds=_outside(tracer, host.outside_seconds, plain_seconds),
     )
+
+
+def _outside(tracer: Tracer, each: float, plain: float) -> float:
+    """Seconds outside of operations: what is left of the plain step's, or ``each`` for every operation and view.
+
+    Less than nothing is possible: what Python adds to the timing of an operation is in its seconds.
+    """
+    inside = sum(op.seconds for op in tracer.ops)
+    return plain - inside if plain else max(each * sum(tracer.dispatched), -inside / 2)
+
+
+def _plain_seconds(step: Step, model: nn.Module | None, steps: int) -> float:
+    """Median seconds of the plain step, after one that is not timed."""
+    times = []
+    for _ in range(steps + 1):
+        with _untouched(model):
+            clock = step_clock(model)
+            start = clock()
+            loss = _loss(step)
+            loss.backward()
+            del loss
+            times.append(clock() - start)
+    return statistics.median(times[1:])
 
 
 _FAKE_ERRORS = (
@@ -117,7 +156,7 @@ def rehearse(step: Step, model: nn.Module | Sequence[nn.Module], plan: Plan, *, 
         step: as for ``trace``.
         model: the model that the step trains.
         plan: the plan to rehearse.
-        fake: False runs it for real, and counts what kernels take for themselves too; on fake tensors nobody knows.
+        fake: False runs it for real.
 
     Returns:
         The peak in bytes, with parameters, buffers and inputs.
@@ -129,10 +168,10 @@ def rehearse(step: Step, model: nn.Module | Sequence[nn.Module], plan: Plan, *, 
     from lowtide.recording import record
 
     whole = together(model)
-    with _on_fakes(step, whole) if fake else nullcontext(), _untouched(whole):
+    with _on_fakes(whole, KnownValues()) if fake else nullcontext(), _untouched(whole):
         there = [*whole.parameters(), *whole.buffers(), *_gradients(whole)]
         resident = distinct_bytes(there)
-        counter = LiveBytes(workspaces=not fake)
+        counter = LiveBytes(workspaces=True, fake=fake)
         for tensor in there:
             counter.ignore(tensor)
         with counter, _told_of_states(counter.see):
@@ -256,11 +295,10 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | str | None, model: nn.Mod
 
 
 @contextmanager
-def _on_fakes(step: Step, model: nn.Module | None) -> Iterator[Any]:
+def _on_fakes(model: nn.Module | None, values: KnownValues) -> Iterator[Any]:
     """Run what follows on fake tensors; a real model's parameters are swapped for fake ones meanwhile."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    del step
     tensors = [] if model is None else [*model.parameters(), *model.buffers()]
     fakes = [t for t in tensors if isinstance(t, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
@@ -268,7 +306,7 @@ def _on_fakes(step: Step, model: nn.Module | None) -> Iterator[Any]:
     before = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
     try:
-        with mode:
+        with mode, values:
             yield mode
     finally:
         mode.allow_non_fake_inputs = before

@@ -6,8 +6,6 @@ how long, is seen without autograd holding it too; and a step that only just fit
 
 from __future__ import annotations
 
-import statistics
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -15,19 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from lowtide.graph import Buffer, Call, Event, Operation, Storage
 from lowtide.policies import recompute_all
 from lowtide.structure import repeated_blocks
-from lowtide.tape import proof, randomness
-from lowtide.tape.buffers import MADE, clone_storage
+from lowtide.tape import proof
+from lowtide.tape.buffers import MADE
 from lowtide.tape.ledger import Ledger
 from lowtide.tape.operators import Operator, operator, tensors_at, tensors_in
 from lowtide.tape.recorder import Recorder, _is_plain, drawn, results_of
 from lowtide.tape.sharding import gathered
 from lowtide.tape.sites import Home
 from lowtide.tape.tickets import unpack
+from lowtide.tracing.kernels import bytes_of, flops_of, workspace_of
+from lowtide.tracing.lingering import Lingering
+from lowtide.tracing.timing import distinct, has_memory, tried
+from lowtide.tracing.values import KnownValues
 from lowtide.tracing.workspaces import device_of, measurable, run_measured
 
 _TRACED = "_lowtide_traced"
@@ -70,12 +71,15 @@ class Tracer(Recorder):
         super().__init__(recompute_all, home or Home("", None), ledger or Ledger(), check=check, strict=False)
         self.repeats = repeats
         self.fakes: Any = None  # the fake mode that the step runs under
+        self.values = KnownValues()  # beside it
+        self.try_kernels = False  # on fake tensors: run each kind of call once to see its workspace
         self.workspaces = True  # all of them were measured
         self.on_cpu = True  # all operations
         self.inputs: dict[int, Tensor] = {}
         self.blocks: frozenset[str] = frozenset()
         self.passed = 0
         self.outstanding = 0
+        self.dispatched = [0, 0]  # operations of forward and backward, views too
         self.ops: list[Operation] = []
         self.buffers: list[list[Any]] = []  # storage, maker, droppable
         self.storages: list[list[Any]] = []  # bytes, kind, owner
@@ -87,7 +91,8 @@ class Tracer(Recorder):
         self.module_in_backward = ""
         self.sealed = False
         self._refs: dict[weakref.ref[Any], Any] = {}
-        self.gathered: dict[int, int] = {}  # storages of sharded parameters that are there: their numbers
+        self.lingering = Lingering()
+        self.gathered: dict[int, tuple[int, Any]] = {}  # storages of sharded parameters that are there: their numbers
 
     # ---- operations -----------------------------------------------------------------------------------------
 
@@ -97,30 +102,38 @@ class Tracer(Recorder):
         if types and not all(_is_plain(kind) for kind in types):
             return NotImplemented  # a wrapper: what it does inside comes here again
         op = operator(func)
-        if self.paused or op.view:
+        if self.paused:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        backward = self.sealed or torch._C._current_graph_task_id() != -1
+        self.dispatched[backward] += 1
+        if op.view:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        backward = self.sealed or torch._C._current_graph_task_id() != -1
+        self.lingering.look(self._let_go_of)
         frame = self.frame
         index = self.count(op)
-        reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if _has_memory(t)))
+        reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if has_memory(t)))
         grad = torch.is_grad_enabled()
-        tried = self._try(op, args, kwargs) if self.repeats and op.keep is None and not op.swaps_memory else None
+        known = self._try(op, args, kwargs) if self.repeats and op.keep is None and not op.swaps_memory else None
         record = super().__torch_dispatch__
         run = partial(op.call, *args, **kwargs) if self.sealed else partial(record, func, types, args, kwargs)
-        if tried is not None or self.fakes is not None:
-            out, (seconds, workspace) = run(), tried or (0.0, 0)
+        if known is not None or self.fakes is not None:
+            out, (seconds, workspace) = run(), known or (0.0, 0)
         else:
             seconds, (out, workspace) = 0.0, self._measured(run, args, kwargs)
         number = len(self.ops)
         written = tensors_at((*op.writes, *op.undeclared), args, kwargs)
-        writes = tuple(self._new_version(t, number) for t in _distinct(written))
-        results = [t for t in results_of(out) if _has_memory(t)]
+        writes = tuple(self._new_version(t, number) for t in distinct(written))
+        results = [t for t in results_of(out) if has_memory(t)]
         if not results and not writes:
             return out  # asks for a device or a number
-        makes = tuple(self._new_memory(t, number, backward) for t in _distinct(results) if self._is_new(t))
+        makes = tuple(self._new_memory(t, number, backward) for t in distinct(results) if self._is_new(t))
         fresh = [*makes, *(new for _, new in writes)]
         keep = "" if any(self.buffers[b][2] for b in fresh) or backward else self._reason(op, grad, writes)
+        flops = flops_of(op, args, kwargs, out)
+        size = bytes_of(args, kwargs, results)
+        if self.fakes is not None:
+            workspace = self._foretold(op, args, kwargs, flops, size)
         self.ops.append(
             Operation(
                 f"{op.name}.{op.overload}",
@@ -132,8 +145,8 @@ class Tracer(Recorder):
                 makes,
                 writes,
                 seconds,
-                self._flops(op, args, kwargs, out),
-                sum(t.numel() * t.element_size() for t in (*proof.tensors(args, kwargs), *results) if _has_memory(t)),
+                flops,
+                size,
                 keep,
                 str((results or written)[0].dtype).removeprefix("torch."),
                 workspace,
@@ -156,20 +169,11 @@ class Tracer(Recorder):
         default, given = drawn(op, args, kwargs) or ((), ())
         return sum(state.nbytes for *_, state in (*(default or ()), *(given or ())))
 
-    def _flops(self, op: Operator, args: Any, kwargs: Any, out: Any) -> int:
-        count = flop_registry.get(getattr(op.func, "_overloadpacket", None))
-        if count is None and op.name == "aten._scaled_dot_product_flash_attention_for_cpu":
-            count = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-        if count is None:
-            return 0
-        kwargs = {} if "scaled_dot_product" in op.name else kwargs
-        return int(count(*args, **kwargs, out_val=out))
-
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def buffer_of(self, tensor: Tensor) -> int:
         """The buffer that ``tensor`` views; memory never seen before was there before the step."""
-        if self.fakes is not None and type(tensor) is Tensor:
+        if self.fakes is not None and type(tensor) is Tensor and not self._real(tensor):
             tensor = self.fakes.from_tensor(tensor)  # as the operation will; else its views count once more
             self.inputs[id(tensor)] = tensor  # torch remembers the fake only while it lives
         storage = tensor.untyped_storage()
@@ -183,6 +187,10 @@ class Tracer(Recorder):
         self.storages.append([storage.nbytes(), "input", ""])
         return self._tag(storage, len(self.storages) - 1, -1, False, watch=False)
 
+    def _real(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` stays as it is among fakes."""
+        return self.values.knows(tensor) or not self._is_new(tensor)
+
     def _tag(self, storage: Any, number: int, maker: int, droppable: bool, *, watch: bool) -> int:
         self.buffers.append([number, maker, droppable])
         setattr(storage, _TRACED, (self, len(self.buffers) - 1))
@@ -193,7 +201,12 @@ class Tracer(Recorder):
         return len(self.buffers) - 1
 
     def _freed(self, ref: weakref.ref[Any]) -> None:
-        self.events.append((Event.FREE, self._refs.pop(ref)))
+        number = self._refs.pop(ref)
+        if not self.lingering.forget(number):
+            self.events.append((Event.FREE, number))
+
+    def _let_go_of(self, number: int) -> None:
+        self.events.append((Event.FREE, number))
 
     def _is_new(self, tensor: Tensor) -> bool:
         known = getattr(tensor.untyped_storage(), _TRACED, None)
@@ -201,6 +214,8 @@ class Tracer(Recorder):
 
     def _new_memory(self, tensor: Tensor, maker: int, backward: bool) -> int:
         storage = tensor.untyped_storage()
+        if not backward and not hasattr(storage, MADE):
+            self.lingering.watch(storage, len(self.storages))
         kind = "temporary" if backward else "activation"
         owner = self.module_in_backward if backward else self.frame.home.path
         self.storages.append([storage.nbytes(), kind, owner])
@@ -212,20 +227,25 @@ class Tracer(Recorder):
         came = {key: s for key, s in there.items() if s.nbytes() and key not in self.gathered}
         for key in there.keys() & self.gathered.keys():
             if not there[key].nbytes():
-                self.events.append((Event.FREE, self.gathered.pop(key)))
+                self._given_back(key)
         if not came:
             return
         backward = self.sealed or torch._C._current_graph_task_id() != -1
         home, call, number = self.frame.home, self.frame.call, len(self.ops)
         makes = []
         for key, storage in came.items():
-            self.gathered[key] = len(self.storages)
+            self.gathered[key] = len(self.storages), weakref.ref(storage, partial(self._given_back, key))
             self.storages.append([storage.nbytes(), "gathered", home.path])
             makes.append(self._tag(storage, len(self.storages) - 1, number, False, watch=False))
         size = sum(storage.nbytes() for storage in came.values())
         row = ("lowtide.gather", home.path, call, number, backward, (), tuple(makes), (), 0.0, 0, size)
         self.ops.append(Operation(*row, "moves sharded parameters", workspace_bytes=size))
         self.events.append((Event.RUN, number))
+
+    def _given_back(self, key: int, _: object = None) -> None:
+        number, _ = self.gathered.pop(key, (None, None))
+        if number is not None:
+            self.events.append((Event.FREE, number))
 
     def _new_version(self, tensor: Tensor, maker: int) -> tuple[int, int]:
         storage = tensor.untyped_storage()
@@ -238,7 +258,7 @@ class Tracer(Recorder):
 
     def known_storage(self, tensor: Tensor) -> int | None:
         """The number of ``tensor``'s storage in this trace, if the step touched it."""
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             return None
         known = getattr(tensor.untyped_storage(), _TRACED, None)
         return self.buffers[known[1]][0] if known is not None and known[0] is self else None
@@ -247,9 +267,10 @@ class Tracer(Recorder):
 
     def pack(self, tensor: Tensor) -> Any:
         packed = super().pack(tensor)
-        if not _has_memory(tensor) or not _is_plain(type(tensor)):
+        if not has_memory(tensor) or not _is_plain(type(tensor)):
             return packed
         save = TracedSave(self, packed, len(self.saves), self.buffer_of(tensor))
+        self.lingering.saved(self.buffers[save.buffer][0])
         self.saves.append(save.buffer)
         self.save_modules.append(self.frame.home.path)
         self.events.append((Event.SAVE, save.index))
@@ -270,7 +291,7 @@ class Tracer(Recorder):
 
     def leave_module(self, module: torch.nn.Module, output: Any) -> None:
         if self.starts and self.frame.module is module:
-            outputs = [t for t in tensors_in(output) if _has_memory(t) and _is_plain(type(t))]
+            outputs = [t for t in tensors_in(output) if has_memory(t) and _is_plain(type(t))]
             buffers = tuple(dict.fromkeys(self.buffer_of(t) for t in outputs))
             home, call = self.frame.home, self.frame.call
             if home.path in self.blocks:
@@ -328,62 +349,12 @@ class Tracer(Recorder):
         self.on_cpu = self.on_cpu and device.type == "cpu"
         return run_measured(run, device)
 
+    def _foretold(self, op: Operator, args: Any, kwargs: Any, flops: int, size: int) -> int:
+        """The workspace of an operation on fakes; one that is unknown counts nothing."""
+        found = workspace_of(op, args, kwargs, flops=flops, bytes=size) if self.try_kernels else None
+        self.workspaces = self.workspaces and found is not None
+        return found or 0
+
     def _try(self, op: Operator, args: Any, kwargs: Any) -> tuple[float, int]:
-        """Seconds of the operation, the median of repeats on the same input, after one that shows its workspace."""
-        drew = drawn(op, args, kwargs) if op.random else None
-        written = _distinct(tensors_at((*op.writes, *op.undeclared), args, kwargs))
-        copies = {t.untyped_storage()._cdata: clone_storage(t) for t in written}
-        args, kwargs = _on_copies(args, kwargs, copies)
-        before = randomness.enter((drew or ((), None))[0] or ())
-        generators = [(value, value.get_state()) for value in kwargs.values() if isinstance(value, torch.Generator)]
-        try:
-            times = []
-            clock = _clock(args)
-            out, workspace = self._measured(partial(op.call, *args, **kwargs), args, kwargs)
-            del out
-            for _ in range(self.repeats):
-                start = clock()
-                op.call(*args, **kwargs)
-                _synchronize(args)
-                times.append(clock() - start)
-        finally:
-            randomness.leave(before)
-            for generator, state in generators:
-                generator.set_state(state)
-        return statistics.median(times), workspace
-
-
-def _on_copies(args: Any, kwargs: Any, copies: dict[int, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    from lowtide.tape.buffers import layout_of, place
-
-    def swap(value: Any) -> Any:
-        if isinstance(value, Tensor) and _has_memory(value):
-            copy = copies.get(value.untyped_storage()._cdata)
-            return value if copy is None else place(copy, layout_of(value))
-        if isinstance(value, (list, tuple)):
-            return [swap(item) for item in value]
-        return value
-
-    if not copies:
-        return list(args), kwargs
-    return [swap(value) for value in args], {key: swap(value) for key, value in kwargs.items()}
-
-
-def _clock(args: Any) -> Callable[[], float]:
-    """The clock for an operation: where one thread does it all, CPU time, which other processes disturb little."""
-    alone = torch.get_num_threads() == 1 and device_of(args, {}).type == "cpu"
-    return time.thread_time if alone else time.perf_counter
-
-
-def _synchronize(args: Any) -> None:
-    device = next((value.device for value in args if isinstance(value, Tensor)), None)
-    if device is not None and device.type not in ("cpu", "meta"):
-        torch.get_device_module(device).synchronize()
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_mkldnn
-
-
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    return list({t.untyped_storage()._cdata: t for t in tensors if _has_memory(t)}.values())
+        """Seconds of the operation, and what its kernel takes while it runs."""
+        return tried(op, args, kwargs, self.repeats, lambda run: self._measured(run, args, kwargs))
