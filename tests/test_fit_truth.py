@@ -124,7 +124,7 @@ def test_the_estimated_peak_is_the_measured_one(name: str, tmp_path: Path) -> No
     optimizer.step()
     measured = lowtide.measure(step, model, lowtide.policies.keep_all, rounds=1, optimizer=optimizer).row("plain")
     estimated = estimate(own.trace(setup), setup, CPU)
-    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+    assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)  # the band is ten times as wide
     assert estimated.low_bytes <= measured.peak_bytes <= estimated.high_bytes
 
 

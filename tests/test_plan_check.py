@@ -78,6 +78,23 @@ def test_recording_another_model_is_refused_and_leaves_no_trace() -> None:
     other(torch.ones(3, 8)).sum().backward()
 
 
+def test_a_plan_with_nothing_to_recompute_refuses_another_model_and_then_records_nothing() -> None:
+    policy_of.cache_clear()
+    one, other = model(), model(activation=torch.nn.SiLU)
+    graph = lowtide.trace(lambda: one(torch.ones(3, 8)).sum(), model=one, repeats=0)
+    plan = lowtide.solve(graph, policy=lowtide.policies.keep_all)
+    assert not plan.recompute
+    for _ in range(2):
+        with pytest.raises(PlanMismatch, match=r"0\.1 is of class SiLU here"), lowtide.record(plan):
+            other(torch.ones(3, 8))
+    assert not policy_of(plan).keeps_all
+    for _ in range(3):
+        with lowtide.record(plan):
+            loss = torch.nn.MSELoss()(one(torch.ones(3, 8)), torch.zeros(3, 1))
+        loss.backward()
+    assert policy_of(plan).keeps_all
+
+
 def test_a_loss_module_a_part_of_the_model_and_a_frozen_teacher_are_no_other_model() -> None:
     one, teacher = model(), model(activation=torch.nn.SiLU)
     plan = planned(one)

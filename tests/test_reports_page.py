@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import Plan
 from lowtide.reporting import report
 from lowtide.reports.content import Content
+from lowtide.reports.labels import box_of, places
 from lowtide.reports.page import markdown, page, render
 from lowtide.units import format_bytes
 from tiny import gpt_step
@@ -140,6 +142,20 @@ def test_without_vl_convert_the_way_out_is_named(content: Content, monkeypatch: 
         page(content)
 
 
+def test_names_of_points_are_not_written_over_each_other() -> None:
+    points = [(10.0 * n, 100.0 + n) for n in range(1, 6)]
+    names = ["recompute_all", "keep_matmuls", "", "segments", "sqrt"]
+    budget = box_of("budget 5.52 MiB", 260, 100)
+    found = places(points, names, 260, 200, [budget])
+    boxes = [place.box(*at, name) for place, at, name in zip(found, points, names, strict=True) if name] + [budget]
+    assert not any(one.meets(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(box.left >= 0 and box.right <= 260 for box in boxes)
+
+
+def test_a_name_without_room_is_still_placed() -> None:
+    assert places([(5.0, 5.0)], ["a name that is far too long"], 20, 10)[0].rise == -10
+
+
 # ---- in a browser -------------------------------------------------------------------------------------------
 
 MEASURE = """
@@ -154,9 +170,14 @@ addEventListener('load', () => {
     const box = t.getBoundingClientRect(), around = t.closest('svg').getBoundingClientRect();
     return box.width && (box.left < around.left - 1 || box.right > around.right + 1);
   }).map(t => t.textContent);
+  const texts = [...document.querySelectorAll('svg g[class*="mark-text"] text')]
+    .map(t => [t.textContent, t.getBoundingClientRect()]).filter(([_, box]) => box.width);
+  const over = texts.flatMap(([a, one], i) => texts.slice(i + 1).filter(([b, other]) =>
+    one.left < other.right - 1 && other.left < one.right - 1 && one.top < other.bottom - 3
+    && other.top < one.bottom - 3).map(([b, _]) => a + ' / ' + b));
   document.body.dataset.found = JSON.stringify({
     width: document.documentElement.clientWidth, needed: document.documentElement.scrollWidth,
-    wide: seen('.wide').length, narrow: seen('.narrow').length, smallest: Math.min(...sizes), cut,
+    wide: seen('.wide').length, narrow: seen('.narrow').length, smallest: Math.min(...sizes), cut, over,
     paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
     text: getComputedStyle(document.querySelector('svg text')).fill});
   if (parent !== window) parent.document.body.dataset.inner = document.body.dataset.found;
@@ -195,6 +216,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(
     assert isinstance(found["smallest"], float | int)
     assert found["smallest"] >= 9
     assert found["cut"] == [], "no text is cut off"
+    assert found["over"] == [], "no name is written over another"
 
 
 @browser

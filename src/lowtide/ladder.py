@@ -43,7 +43,7 @@ class Ladder:
             if size >= rung and not plan.recompute:
                 return plan  # a larger step fits with everything kept
         if rung not in self.plans:
-            planner = self.planner if rung == 1.0 else Planner(scaled(self.graph, rung))
+            planner = self._planner_for(rung)
             self.plans[rung] = same_for_all(self._solve(planner), planner.graph, self.budget)
         return self.plans[rung]
 
@@ -63,9 +63,13 @@ class Ladder:
             self._planner = Planner(self.graph)
         return self._planner
 
-    def lowest(self) -> int:
-        """The smallest budget that a plan for the whole step fits, in bytes."""
-        return min(one.peak for one in (self.planner.lowest, *by_hand(self.planner)))
+    def lowest(self, rung: float = 1.0) -> int:
+        """The smallest budget in bytes that a plan for the whole step fits, or for this part of it."""
+        planner = self._planner_for(rung)
+        return min(one.peak for one in (planner.lowest, *by_hand(planner)))
+
+    def _planner_for(self, rung: float) -> Planner:
+        return self.planner if rung == 1.0 else Planner(scaled(self.graph, rung))
 
 
 def by_hand(planner: Planner) -> list[Candidate]:

@@ -23,11 +23,14 @@ class _Planned(Policy):
 
     plan: Plan
     inside: dict[str, _Inside] = field(repr=False, compare=False, hash=False)
+    accepted: list[Structure] = field(default_factory=list, repr=False, compare=False, hash=False)
+    """What ran under the plan first, once it is known to be the plan's model or a part of it."""
     places = True
 
     @property
     def keeps_all(self) -> bool:
-        return not self.plan.recompute
+        # Where nothing is recomputed a step is recorded only to see whether it is a step of the plan's model.
+        return not self.plan.recompute and (len(self.plan.structure) <= 1 or bool(self.accepted))
 
     def __call__(self, op: Op) -> bool:
         return op.site not in self.plan.recompute
@@ -59,6 +62,8 @@ class _Planned(Policy):
                 stacklevel=2,
             )
             return keep_all
+        if not self.accepted:
+            self.accepted.append(structure)
         return self
 
 
@@ -84,7 +89,8 @@ def policy_of(plan: Plan) -> Policy:
     """The policy that obeys ``plan``.
 
     Once a model runs under it that is not the one that the plan was made for, nor a part of it, nor has it in it,
-    ``PlanMismatch`` is raised.
+    ``PlanMismatch`` is raised. A plan with nothing to recompute looks at models only until it has seen its own: after
+    that nothing is recorded under it.
     """
     deep = dict(plan.depths)
     sites: dict[str, dict[str, int]] = defaultdict(dict)

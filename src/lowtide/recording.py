@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lowtide.errors import RecomputeWarning
 from lowtide.plan import Plan
 from lowtide.tape.backwards import backwards
 from lowtide.tape.compilation import keep_untraced
@@ -72,6 +74,17 @@ def end(recorder: Recorder) -> None:
         recorder.seal()
 
 
+def _captured() -> bool:
+    """Whether a CUDA graph is being captured. Random state cannot be read then, nor values compared: no recording."""
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return False
+    text = (
+        "a CUDA graph is being captured, which forbids reading random state: nothing is recomputed in it, all is kept"
+    )
+    warnings.warn(text, RecomputeWarning, stacklevel=3)
+    return True
+
+
 class Recording:
     """A context manager that records the forward passes inside it; may be entered once per step, many times."""
 
@@ -94,7 +107,7 @@ class Recording:
         outer = active()
         if outer is not None:
             self._open.append((None, outer.use(self.policy)))
-        elif self.policy.keeps_all or not torch.is_grad_enabled() or not hooks_allowed():
+        elif self.policy.keeps_all or not torch.is_grad_enabled() or not hooks_allowed() or _captured():
             self._open.append((None, None))
         else:
             depth = len(self._open)

@@ -17,6 +17,7 @@ from lowtide.errors import LowtideError
 from lowtide.free_memory import free_bytes
 from lowtide.graph import StepGraph
 from lowtide.interception import optimizers
+from lowtide.ladder import Ladder
 from lowtide.plan import Plan, site_parts
 from lowtide.policies import segments
 from lowtide.recording import Recording, active, record
@@ -125,6 +126,7 @@ class Budgeted(Source):
         self.several = several
         self.shelf = Shelf()
         self._given = list(given)
+        self._tightened = False
         self._planned_states: tuple[int, ...] = ()
 
     def begin(self, call: Call, *, accumulates: bool) -> Step:
@@ -169,7 +171,10 @@ class Budgeted(Source):
     # ---- bytes ----------------------------------------------------------------------------------------------
 
     def bytes_for(self, graph: StepGraph) -> int:
-        """The budget in bytes for a step of ``graph``."""
+        """The budget in bytes for a step of ``graph``; one that was tightened for another is no less than it needs."""
+        if self._tightened:
+            bytes_ = budget_bytes(self.budget, graph)
+            return max(bytes_, Ladder(graph, bytes_).lowest())
         if self.budget == "auto":
             first = next((p for model in self.models() for p in model.parameters()), None)
             device = first.device if first is not None else torch.device("cpu")
@@ -177,36 +182,38 @@ class Budgeted(Source):
         return budget_bytes(self.budget, graph)
 
     def tighten(self, factor: float) -> tuple[int, int] | None:
-        """Lower the budget to ``factor`` of what the plan in force needs, or to the least that a plan fits.
+        """Lower the budget to ``factor`` of what the plan in force needs, or to the least that such a step fits.
 
         Returns:
             The bytes before and after; None if there is nothing to plan with, or nothing lower.
         """
+        ladder = self._ladder_in_force()
         prediction = self.plan.prediction if self.plan is not None else None
-        lowest = self.smallest_budget()
-        if prediction is None or lowest is None or prediction.peak_bytes <= lowest:
+        if ladder is None or prediction is None:
             return None
-        before, after = prediction.peak_bytes, max(lowest, int(prediction.peak_bytes * factor))
-        self.budget = after
+        before = prediction.peak_bytes
+        lowest = ladder.lowest(max(rung for rung, plan in ladder.plans.items() if plan == self.plan))
+        if before <= lowest:
+            return None
+        after = max(lowest, int(before * factor))
+        self.budget, self._tightened = after, True
         for kind in self.shelf.kinds:
             kind.ladders.clear()
         return before, after
 
     def smallest_budget(self) -> int | None:
         """The smallest budget that a plan for the latest kind of step fits, in bytes."""
-        for kind in self.shelf.kinds:
-            for ladder in kind.ladders.values():
-                if self.plan in ladder.plans.values():
-                    return ladder.lowest()
-        return None
+        ladder = self._ladder_in_force()
+        return ladder.lowest() if ladder is not None else None
 
     def graph_in_force(self) -> StepGraph | None:
         """The step that the plan in force was made for."""
-        for kind in self.shelf.kinds:
-            for ladder in kind.ladders.values():
-                if self.plan in ladder.plans.values():
-                    return ladder.graph
-        return None
+        ladder = self._ladder_in_force()
+        return ladder.graph if ladder is not None else None
+
+    def _ladder_in_force(self) -> Ladder | None:
+        ladders = (ladder for kind in self.shelf.kinds for ladder in kind.ladders.values())
+        return next((ladder for ladder in ladders if self.plan in ladder.plans.values()), None)
 
     def _model(self) -> nn.Module:
         models = self.models()

@@ -106,6 +106,12 @@ def two_forwards(model: nn.Module, number: int) -> Tensor:
     return model(words(number)) + 2 * model(words(number + 50))
 
 
+def under_autocast(model: nn.Module, number: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss: Tensor = model(words(number))
+    return loss
+
+
 # ---- DDP ------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +208,8 @@ fsdp("shared block", "shared")
 fsdp("two forwards", loss_of=two_forwards)
 fsdp("two forwards, not resharded", loss_of=two_forwards, reshard_after_forward=False)
 fsdp("tied weights", "tied")
+fsdp("under autocast", loss_of=under_autocast)
+fsdp("nested units, mixed precision under autocast", loss_of=under_autocast, nested=True, mp_policy=HALF)
 fsdp("read aside", "aside")
 fsdp("read aside, nested, mixed precision", "aside", nested=True, mp_policy=HALF)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,6 +96,28 @@ def test_B72_higher_peak_than_eager() -> None:
     plain, own = measure_memory(forward, Tensor.backward), measure_memory(with_lowtide, Tensor.backward)
     assert own.peak_bytes <= plain.peak_bytes
     assert own.held_bytes < plain.held_bytes
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("aot_eager", "all"), ("inductor", "all"), ("eager", "nothing")])
+def test_B72_what_compiled_code_saves_is_kept_and_what_eager_code_makes_is_recomputed(backend: str, kept: str) -> None:
+    x = torch.randn(1 << 12, requires_grad=True)
+    fast = torch.compile(lambda x: x.sin().exp().tanh().cos().sin().exp(), backend=backend)
+
+    def held(forward: Callable[[], Tensor], record: bool) -> float:
+        def run() -> Tensor:
+            with lowtide.record(lowtide.policies.recompute_all) if record else contextlib.nullcontext():
+                return forward()
+
+        for _ in range(3):
+            run().backward()
+        return measure_memory(run, Tensor.backward).held_bytes // x.nbytes
+
+    plain, own = (held(lambda: fast(x).sum(), record) for record in (False, True))
+    assert plain >= 1
+    assert own == (plain if kept == "all" else 0)
+    around, plain_around = (held(lambda: fast(x.sin().exp().tanh()).sum(), record) for record in (True, False))
+    assert around <= own + 1  # its input
+    assert around < plain_around
 
 
 def test_B73_backend_eager_ignored_checkpoint() -> None:

@@ -15,7 +15,71 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
+from harness import freeze
+from lowtide.errors import RecomputeWarning
+from lowtide.tape import randomness
 from troubles.ways import OURS, Way, exact, finish, grads, ours, plainly, torchs, tried
+
+
+def graphed(way: Way) -> object:
+    """Something that draws, as people capture it."""
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    loss = way(lambda x: F.dropout(F.gelu(x @ weight), 0.3).sin(), x).square().sum()
+    finish(loss)
+    return [loss, *grads(x, weight)]
+
+
+def test_B119_nothing_reads_random_state_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the capture, in which the generators answer as they do then."""
+
+    def forbidden(device: torch.device) -> Tensor:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    monkeypatch.setattr(randomness, "get_state", forbidden)
+    with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+        graphed(ours)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.warns(RecomputeWarning, match="a CUDA graph is being captured"):
+        exact(graphed)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:a CUDA graph is being captured")
+def test_B119_cuda_graphs_and_checkpoint() -> None:
+    """Steps before the capture are recorded, the captured one is kept whole; replays are the plain graph's."""
+
+    def replayed(way: Way) -> list[object]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 64)).cuda()
+        x, graph, side = torch.randn(32, 64, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+        def step() -> Tensor:
+            loss: Tensor = way(block, x).square().mean()
+            loss.backward()
+            return loss
+
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                block.zero_grad(set_to_none=True)
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        block.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            loss = step()
+        torch.cuda.manual_seed(1)
+        seen: list[object] = []
+        for _ in range(3):
+            x.add_(0.1)
+            graph.replay()
+            seen += [freeze(loss.cpu()), *(freeze(p.grad.cpu()) for p in block.parameters() if p.grad is not None)]
+        return seen
+
+    wanted = replayed(plainly)
+    assert wanted == replayed(plainly)
+    for way in OURS:
+        assert replayed(way) == wanted
 
 
 @pytest.mark.parametrize("flag", [None, True, False], ids=str)

@@ -239,6 +239,7 @@ def test_B17_B18_a_sharded_unit_with_a_precision_policy_under_autocast(nested: b
 
     exact(partial(program, half=True), ours)
     exact(partial(program, half=False), ours)
+    exact(partial(program, half=False), ours)
 
 
 def test_B55_no_name_changes() -> None:

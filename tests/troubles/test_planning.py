@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from functools import cache
 from itertools import pairwise
@@ -66,6 +67,79 @@ def test_B111_an_estimate_holds_for_every_setting_not_for_one(policy: Any) -> No
     measured = lowtide.measure(made.step, made.model, plan, rounds=1)
     assert measured.peak_bytes == pytest.approx(plan.prediction.peak_bytes, rel=0.01)
     assert measured.row("lowtide").exact
+
+
+def step_of(batch: int, width: int = 64) -> tuple[Any, torch.nn.Module]:
+    net = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(6)), torch.nn.Tanh())
+    x = torch.randn(batch, width)
+    return lambda: net(x).square().mean(), net
+
+
+def test_B113_a_smaller_batch_is_accumulated_to_the_one_that_was_asked_for() -> None:
+    """Whatever is advised or found to fit, as many samples count for an update as before."""
+    step, net = step_of(256)
+    advice = lowtide.advise(
+        step, net, budget="700 KiB", hardware="cpu", batch=256, remake=lambda batch: step_of(batch)[0]
+    )
+    smaller = [option for option in advice.fit.tried if "accumulated" in option.name]
+    assert len({option.estimate.setup.batch for option in smaller}) > 1
+    for option in advice.fit.tried:
+        assert option.estimate.setup.batch * option.estimate.setup.accumulation == 256
+
+
+def trained(full_in: str | None) -> tuple[list[Tensor], list[tuple[bool, int]], list[str]]:
+    """Four updates of two micro-batches each, with evaluations between; memory runs out once in `full_in`.
+
+    Returns the weights, whether each call trained and its rows, and what the handle tells; without `full_in` plainly.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+                                for _ in range(4)))  # fmt: skip
+    data, full, calls = torch.randn(8, 32, 16), set[str](), list[tuple[bool, int]]()
+
+    def look(module: torch.nn.Module, given: tuple[Tensor]) -> None:
+        calls.append((module.training, len(given[0])))
+        if ("training" if module.training else "evaluation") in full:
+            full.clear()
+            raise MemoryError("injected")
+
+    net.register_forward_pre_hook(look)
+    handle = lowtide.attach(net, budget="100%") if full_in else None
+
+    def update(*batch: Tensor) -> None:
+        for micro in batch:
+            (net(micro).square().mean() / len(batch)).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+    run = lowtide.fit_retry(update, handle) if handle is not None else update
+    for number in range(4):
+        if number == 2 and full_in:
+            full.add(full_in)
+        run(*data[2 * number : 2 * number + 2])
+        net.eval()
+        with torch.no_grad(), pytest.raises(MemoryError) if full == {"evaluation"} else contextlib.nullcontext():
+            net(data.flatten(0, 1))
+        net.train()
+    told = list(handle.report().fallbacks) if handle is not None else []
+    if handle is not None:
+        handle.detach()
+    return [p.detach().clone() for p in net.parameters()], calls, told
+
+
+@pytest.mark.filterwarnings("ignore:a step ran out of memory")
+@pytest.mark.parametrize("full_in", ["training", "evaluation"])
+def test_B113_memory_that_runs_out_in_evaluation_leaves_training_as_it_is(full_in: str) -> None:
+    """The batch stays as it is in both cases; only training that runs out of memory is planned anew, and run again."""
+    wanted, plain_calls, _ = trained(None)
+    found, calls, told = trained(full_in)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert set(calls) == set(plain_calls) == {(True, 32), (False, 256)}
+    assert any("ran out of memory" in text for text in told) is (full_in == "training")
+    assert calls.count((True, 32)) == 8 + (full_in == "training")
 
 
 def test_B114_the_budget_is_a_peak_and_more_of_it_is_never_slower() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lowtide.course import KINDS, Moment
 from lowtide.errors import LowtideError
 from lowtide.reports.content import Content
+from lowtide.reports.labels import box_of, places
 from lowtide.units import BYTES_PER_UNIT, format_bytes
 
 COLOURS = ("#56b4e9", "#0072b2", "#999999", "#009e73", "#e69f00", "#cc79a7", "#d55e00")
@@ -19,6 +20,9 @@ COLOURS = ("#56b4e9", "#0072b2", "#999999", "#009e73", "#e69f00", "#cc79a7", "#d
 POINTS = {"frontier": "#0072b2", "by hand": "#e69f00", "this plan": "#d55e00"}
 WIDE, NARROW = 720, 330
 """Pixels: on a desk, and on a phone."""
+FRONTIER_HEIGHT = 260
+_AXIS_WIDTH = 58
+"""Pixels beside a chart that its axis and padding take."""
 
 
 def memory_chart(title: str, moments: tuple[Moment, ...], content: Content, width: int) -> dict[str, Any]:
@@ -66,19 +70,21 @@ def memory_chart(title: str, moments: tuple[Moment, ...], content: Content, widt
 def frontier_chart(content: Content, width: int) -> dict[str, Any]:
     """Peak over time: the frontier as a line, the plan and hand policies as points."""
     unit, scale = unit_of(max(point.peak_bytes for point in content.points))
-    named = sorted((p for p in content.points if p.group != "frontier"), key=lambda p: p.ratio)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "extra": 100 * (point.ratio - 1),
             "memory": point.peak_bytes / scale,
             "name": point.name,
             "group": point.group,
-            "above": point in named and named.index(point) % 2 == 0,
         }
         for point in content.points
     ]
-    x = {"field": "extra", "type": "quantitative", "title": "extra time, %"}
-    y = {"field": "memory", "type": "quantitative", "title": f"peak, {unit}", "scale": {"zero": True}}
+    extras = [row["extra"] for row in rows]
+    across = [min(0.0, *extras), max(1.0, *extras) * 1.02]
+    up = [0.0, max(*(row["memory"] for row in rows), (content.budget_bytes or 0) / scale) * 1.12]
+    _place(rows, across, up, width, content)
+    x = {"field": "extra", "type": "quantitative", "title": "extra time, %", "scale": {"domain": across}}
+    y = {"field": "memory", "type": "quantitative", "title": f"peak, {unit}", "scale": {"domain": up}}
     groups = [group for group in POINTS if any(row["group"] == group for row in rows)]
     shown = {"x": x, "y": y, "color": _colour("group", groups, [POINTS[group] for group in groups], width)}
     layers: list[dict[str, Any]] = [
@@ -88,14 +94,14 @@ def frontier_chart(content: Content, width: int) -> dict[str, Any]:
             "encoding": {"x": x, "y": y, "order": {"field": "extra"}},
         },
         {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 1}, "encoding": shown},
-        *(_names(above, x, y) for above in (True, False)),
+        *(_names(place, x, y) for place in sorted({(row["align"], row["rise"]) for row in rows})),
     ]
     if content.budget_bytes is not None:
         layers.append(_budget(content.budget_bytes, scale, y, at_end=True))
     described = (
         "Peak memory over extra time: the best plans as a line, this plan and policies written by hand as points"
     )
-    return _chart("Frontier", described, width, 260, {"data": {"values": rows}, "layer": layers})
+    return _chart("Frontier", described, width, FRONTIER_HEIGHT, {"data": {"values": rows}, "layer": layers})
 
 
 def blocks_chart(content: Content, width: int) -> dict[str, Any]:
@@ -163,18 +169,40 @@ def _colour(field: str, names: list[str], colours: list[str], width: int) -> dic
     return {"field": field, "type": "nominal", "scale": {"domain": names, "range": colours}, "legend": legend}
 
 
-def _names(above: bool, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:
-    """Names of points, of every other one above it and of the others below, as neighbours are often close."""
+def _place(rows: list[dict[str, Any]], across: list[float], up: list[float], width: int, content: Content) -> None:
+    """Say in each row where its name goes."""
+    wide, high = width - _AXIS_WIDTH - width // 24, FRONTIER_HEIGHT
+    at = [
+        ((row["extra"] - across[0]) / (across[1] - across[0]) * wide, high - row["memory"] / up[1] * high)
+        for row in rows
+    ]
+    names = ["" if row["group"] == "frontier" else row["name"] for row in rows]
+    taken = []
+    if content.budget_bytes is not None:
+        line = high - content.budget_bytes / unit_of(max(p.peak_bytes for p in content.points))[1] / up[1] * high
+        taken.append(box_of(_budget_text(content.budget_bytes), wide, line))
+    for row, place in zip(rows, places(at, names, wide, high, taken), strict=True):
+        row |= {"align": place.align, "rise": place.rise}
+
+
+def _names(place: tuple[str, int], x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:
+    """The names that go to this place beside their points."""
+    align, rise = place
+    here = f"datum.align == '{align}' && datum.rise == {rise}"
     return {
-        "transform": [{"filter": f"datum.group != 'frontier' && datum.above == {str(above).lower()}"}],
-        "mark": {"type": "text", "dy": -10 if above else 13, "align": "right", "dx": 4},
+        "transform": [{"filter": f"datum.group != 'frontier' && {here}"}],
+        "mark": {"type": "text", "dy": rise, "align": align, "dx": 4 if align == "right" else -4},
         "encoding": {"x": x, "y": y, "text": {"field": "name"}},
     }
 
 
+def _budget_text(size: int) -> str:
+    return f"budget {format_bytes(size)}"
+
+
 def _budget(size: int, scale: int, y: dict[str, Any], at_end: bool = False) -> dict[str, Any]:
     at = {"align": "right", "x": "width"} if at_end else {"align": "left", "x": 4}
-    values = {"values": [{"budget": size / scale, "text": f"budget {format_bytes(size)}"}]}
+    values = {"values": [{"budget": size / scale, "text": _budget_text(size)}]}
     line = {**y, "field": "budget"}
     return {
         "data": values,
@@ -210,7 +238,7 @@ def _chart(title: str, described: str, width: int, height: int, spec: dict[str, 
         "background": None,
         "config": {
             "font": "system-ui, sans-serif",
-            "axis": {"labelFontSize": 11, "titleFontSize": 12, "gridColor": "#88888844"},
+            "axis": {"labelFontSize": 11, "titleFontSize": 12, "gridColor": "#88888844", "labelFlush": False},
             "legend": {"labelFontSize": 11},
             "view": {"stroke": None},
         },
