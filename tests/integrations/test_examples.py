@@ -47,6 +47,9 @@ def test_adapters_train_the_same() -> None:
     assert "the same to the last bit" in run("examples.with_transformers", "--lora")
 
 
-def test_two_processes_through_torchrun_train_the_same() -> None:
+@pytest.mark.parametrize("name", ["with_fsdp", "with_deepspeed"])
+def test_two_processes_through_torchrun_train_the_same(name: str) -> None:
+    if name == "with_deepspeed":
+        pytest.importorskip("deepspeed")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert run(*torchrun, "-m", "examples.with_fsdp").count("the same to the last bit") == 2
+    assert run(*torchrun, "-m", f"examples.{name}").count("the same to the last bit") == 2

@@ -99,12 +99,12 @@ def stand_in(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(function, *args, **kwargs) if active() is None else function(*args, **kwargs)
 
 
-def replace(owners: Iterable[Any], name: str, value: Any, what: str) -> Undo:
-    """Set ``name`` on every owner to ``value``, say so, and return what puts back what was there."""
+def replace(owners: Iterable[Any], name: str, value: Any, what: str = "") -> Undo:
+    """Set ``name`` on every owner to ``value``, say ``what`` that is, and return what puts back what was there."""
     before = [(owner, getattr(owner, name)) for owner in owners]
     for owner, _ in before:
         setattr(owner, name, value)
-    if before:
+    if before and what:
         log.warning("%s is on (%d places): lowtide takes its place", what, len(before))
 
     def undo() -> None:

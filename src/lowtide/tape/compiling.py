@@ -116,7 +116,7 @@ class _Compilation:
         if blueprint is None:
             at = self._call_of(recipe)
             if (
-                recipe.unit is not None
+                recipe.needs is not None
                 or "as_strided" in recipe.op.name
                 or tensors_with_places((recipe.args, recipe.kwargs))
             ):

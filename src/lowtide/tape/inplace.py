@@ -31,7 +31,7 @@ from lowtide.tape.buffers import (
 )
 from lowtide.tape.operators import Operator, tensors_at
 from lowtide.tape.recipes import FullRecipe, capture
-from lowtide.tape.sharding import keep_across
+from lowtide.tape.sharding import keep_across, needs
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -86,7 +86,7 @@ def targets_of(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: 
         if tensor.layout is not torch.strided:
             continue
         if recorder.read is not find:
-            keep_across(tensor, recorder.frame.unit)
+            keep_across(tensor, recorder.frame.around)
         storage = tensor.untyped_storage()
         known = targets.get(id(storage))
         if known is not None:
@@ -161,7 +161,7 @@ def prepare(
     recipe.states, recipe.generators = drew
     recipe.written = steals
     recipe.level = depth
-    recipe.unit = recorder.frame.unit
+    recipe.needs = needs(recipe, recorder.frame.around)
     return recipe
 
 

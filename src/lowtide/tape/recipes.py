@@ -33,7 +33,7 @@ next_order = _order.__next__
 class Recipe:
     """One recorded operation that made one new result: operator, arguments with tensors as (buffer, layout)."""
 
-    __slots__ = ("args", "grad", "kwargs", "level", "op", "order", "reads", "unit")
+    __slots__ = ("args", "grad", "kwargs", "level", "needs", "op", "order", "reads")
 
     def __init__(self, op: Operator, args: list[Any], kwargs: dict[str, Any] | None, reads: list[Read]) -> None:
         self.op = op
@@ -43,7 +43,7 @@ class Recipe:
         self.order = next(_order)
         self.grad = torch.is_grad_enabled()
         self.level = 0  # see replay.py: how far towards a deeper target its result is cached
-        self.unit: object = None  # see sharding.py: whose parameters it may read
+        self.needs: frozenset[object] | None = None  # see sharding.py: whose parameters it reads
 
     def run(self, inputs: list[Tensor]) -> Any:
         """Run the operator on ``inputs``, one tensor per read."""

@@ -28,7 +28,7 @@ from lowtide.tape.operators import Operator, argument, operator, tensors_at, ten
 from lowtide.tape.policy import Op, Policy
 from lowtide.tape.recipes import FullRecipe, Recipe, capture
 from lowtide.tape.replay import TapeMode
-from lowtide.tape.sharding import keep_across, sharding
+from lowtide.tape.sharding import Units, keep_across, needs, sharding
 from lowtide.tape.sites import Home, Tree, tree_for
 from lowtide.tape.tickets import Chained, Parts, Ticket, keep, keep_result, pack_dropped
 
@@ -46,15 +46,15 @@ _plain: set[type] = {Tensor, Parameter}  # classes whose tensors are recorded; F
 class Frame:
     """One module call in progress."""
 
-    __slots__ = ("call", "counts", "home", "module", "pending", "unit")
+    __slots__ = ("around", "call", "counts", "home", "module", "pending")
 
-    def __init__(self, home: Home, module: torch.nn.Module | None, call: int, unit: object = None) -> None:
+    def __init__(self, home: Home, module: torch.nn.Module | None, call: int, around: Units | None = None) -> None:
         self.home = home
         self.module = module
         self.call = call
         self.counts: dict[int, int] | None = None
         self.pending: set[int] | None = None  # operators proven in this call
-        self.unit = unit  # the home of the module around it whose parameters come and go together
+        self.around = around  # see sharding.py: the modules around it whose parameters come and go
 
 
 class Recorder(TapeMode):
@@ -161,7 +161,7 @@ class Recorder(TapeMode):
         if drew is not None:
             recipe.states, recipe.generators = drew  # type: ignore[attr-defined]
         recipe.level = depth
-        recipe.unit = self.frame.unit
+        recipe.needs = needs(recipe, self.frame.around)
         if op.takes_dtype and isinstance(out, Tensor) and not any(isinstance(value, Tensor) for value in args):
             recipe.kwargs = {**(recipe.kwargs or {}), "dtype": out.dtype}  # the default dtype may change
         buffers = []
@@ -180,7 +180,7 @@ class Recorder(TapeMode):
         return buffers
 
     def _read_in_unit(self, tensor: Tensor) -> Buffer:
-        keep_across(tensor, self.frame.unit)
+        keep_across(tensor, self.frame.around)
         return find(tensor)
 
     def adopt(self, storage: torch.UntypedStorage, buffer: Buffer) -> None:
@@ -253,7 +253,7 @@ class Recorder(TapeMode):
             buffer = None
         function = saver if saver.f_code is APPLY else None
         if self.read is not find and buffer is not None:
-            keep_across(tensor, self.frame.unit)
+            keep_across(tensor, self.frame.around)
             buffer = getattr(tensor.untyped_storage(), MADE, None)
         if buffer is not None and self._still_made(tensor, buffer, function):
             if self.outer is None:
@@ -302,10 +302,10 @@ class Recorder(TapeMode):
         call = self.calls.get(home.path, 0)  # by path: modules of two trees that share it share no site
         self.calls[home.path] = call + 1
         self.frames.append(outer)
-        unit = outer.unit
+        around = outer.around
         if isinstance(module, sharding.units):
-            unit, self.read = home, self._read_in_unit
-        self._stand_in(Frame(home, module, call, unit))
+            around, self.read = (around or frozenset()) | {home}, self._read_in_unit
+        self._stand_in(Frame(home, module, call, around))
 
     def _stand_in(self, frame: Frame) -> None:
         self.frame = frame

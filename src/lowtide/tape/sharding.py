@@ -3,8 +3,15 @@
     forward    gather A | A runs | give back A   gather B | B runs | give back B
     backward   gather B | B's backward, replays of what B made | give back B   gather A | ...
 
-A module whose parameters come and go together is a unit. What one unit made is never replayed for another: when it is
-read or saved elsewhere it is kept. Then a replay reads only parameters that are there, and nothing is gathered for it.
+A module whose parameters come and go together is a unit. Around an operation are the units whose modules run; in its
+backward their parameters are there again. A recipe needs the units around it if it reads their parameters, and
+otherwise what the recipes need whose results it reads. What is read or saved where a unit that it needs is not around
+is kept. Then a replay reads only parameters that are there, and nothing is gathered for it.
+
+    units      block ─┬─ up      h = up(x)       needs block, up      read by gelu, around which is block: kept
+                      ├─ (gelu)  g = gelu(h)     needs nothing        dropped; replayed in the backward of down
+                      └─ down    y = down(g)     needs block, down    kept
+
 Gathering and giving back run outside of the recording: they fill parameters with what they had before.
 """
 
@@ -16,6 +23,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lowtide.tape.buffers import MADE, Buffer, blank, expose
+from lowtide.tape.partitions import available, is_partitioned, partitioned_parameters, stands_for
 from lowtide.tape.replay import pause, tapes
 from lowtide.tape.tickets import keep_now
 
@@ -25,10 +33,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from lowtide.tape.recipes import Recipe
+
+Units = frozenset[object]
+"""Units by their homes."""
+
 _FSDP2 = ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
 _UNITS = [
     _FSDP2,
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+    ("lowtide.tape.partitions", "PartitionedModule"),
 ]
 """Classes whose modules are units: where they are defined, and their names."""
 
@@ -37,14 +51,31 @@ _MOVERS = [
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
         "FSDPParamGroup",
         ("unshard", "wait_for_unshard", "reshard"),
+        0,
     ),
     (
         "torch.distributed.fsdp._flat_param",
         "FlatParamHandle",
         ("pre_unshard", "unshard", "post_unshard", "reshard", "post_reshard"),
+        0,
     ),
+    (
+        "deepspeed.runtime.zero.parameter_offload",
+        "DeepSpeedZeRoOffload",
+        (
+            "pre_sub_module_forward_function",
+            "post_sub_module_forward_function",
+            "pre_sub_module_backward_function",
+            "post_sub_module_backward_function",
+        ),
+        1,
+    ),
+    ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator", ("reset_step",), 0),
+    ("deepspeed.runtime.zero.partition_parameters", "Init", ("_all_gather", "_partition"), 1),
 ]
-"""Methods that gather parameters or give them back."""
+"""Methods that gather parameters or give them back, and which of their arguments says which parameters."""
+
+_GATHERED = "_lowtide_gathered"
 
 
 class Sharding:
@@ -62,10 +93,10 @@ class Sharding:
             self._users += 1
             if self._users == 1:
                 self.units = tuple(kind for module, name in _UNITS if (kind := _loaded(module, name)) is not None)
-                for module, name, methods in _MOVERS:
+                for module, name, methods, owner in _MOVERS:
                     kind = _loaded(module, name)
                     for method in methods if kind is not None else ():
-                        self._replace(kind, method)  # type: ignore[arg-type]
+                        self._replace(kind, method, owner)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         """End what ``start`` began."""
@@ -76,11 +107,11 @@ class Sharding:
                     setattr(kind, method, original)
                 self._replaced = []
 
-    def _replace(self, kind: type, method: str) -> None:
+    def _replace(self, kind: type, method: str, owner: int) -> None:
         original = kind.__dict__.get(method)
         if original is not None:
             self._replaced.append((kind, method, original))
-            setattr(kind, method, _outside(original))
+            setattr(kind, method, _outside(original, owner))
 
 
 def _loaded(module: str, name: str) -> type | None:
@@ -94,7 +125,7 @@ def class_name(module: Module) -> str:
     return kind.__bases__[-1].__name__ if _loaded(*_FSDP2) in kind.__bases__ else kind.__name__
 
 
-def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
+def _outside(original: Callable[..., Any], owner: int) -> Callable[..., Any]:
     @wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         pause(1)
@@ -102,18 +133,37 @@ def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         finally:
             pause(-1)
+            for tensor in gathered(args[owner]):
+                _mark(tensor)
             for mode in tapes():
-                mode.moved(args[0])
+                mode.moved(args[owner])
 
     return run
 
 
-def gathered(mover: Any) -> list[Tensor]:
+def gathered(owner: Any) -> list[Tensor]:
     """The whole parameters that a mover fills and empties; those given back have no memory."""
-    if type(mover).__name__ == "FSDPParamGroup":
-        return [tensor for parameter in mover.fsdp_params for tensor in parameter.all_gather_outputs]
-    flat = getattr(mover.flat_param, "_full_param_padded", None)
-    return [] if flat is None else [flat]
+    kind = type(owner).__name__
+    if kind == "FSDPParamGroup":
+        coming = owner._all_gather_result  # until it is waited for
+        whole = [tensor for parameter in owner.fsdp_params for tensor in _of_fsdp(parameter)]
+        return whole if coming is None else [*whole, coming.all_gather_output]
+    if kind == "FlatParamHandle":
+        flat = getattr(owner.flat_param, "_full_param_padded", None)
+        return [] if flat is None else [flat]
+    return [parameter for parameter in partitioned_parameters(owner) if available(parameter)]
+
+
+def _of_fsdp(parameter: Any) -> list[Tensor]:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return [*parameter.all_gather_outputs, *([local(whole)] if whole is not None else [])]
+
+
+def _mark(tensor: Tensor) -> None:
+    """Note that ``tensor``'s memory is given back after its unit has run."""
+    storage = tensor.untyped_storage()
+    if not hasattr(storage, _GATHERED):
+        setattr(storage, _GATHERED, stands_for(tensor) if is_partitioned(tensor) else True)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -122,11 +172,24 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def keep_across(tensor: Tensor, unit: object) -> None:
-    """Keep what ``tensor`` holds if another unit made it than ``unit``, which is about to use it."""
+def needs(recipe: Recipe, around: Units | None) -> Units | None:
+    """The units whose parameters a replay of ``recipe`` reads, which was made with those ``around``."""
+    if around is None:
+        return None
+    found: Units = frozenset()
+    for _, buffer, _ in recipe.reads:
+        if buffer.recipe is not None:
+            found |= buffer.recipe.needs or frozenset()
+        elif buffer.value is not None and hasattr(buffer.value.untyped_storage(), _GATHERED):
+            return around
+    return found
+
+
+def keep_across(tensor: Tensor, around: Units | None) -> None:
+    """Keep what ``tensor`` holds if it needs another unit than those ``around`` whoever is about to use it."""
     storage = tensor.untyped_storage()
     buffer: Buffer | None = getattr(storage, MADE, None)
-    if buffer is None or buffer.recipe is None or buffer.recipe.unit is unit:
+    if buffer is None or buffer.recipe is None or not buffer.recipe.needs or buffer.recipe.needs <= (around or set()):
         return
     missing = blank(buffer)
     if missing is None:
