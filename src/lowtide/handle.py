@@ -21,7 +21,7 @@ from lowtide.attached_step import Call, Step, call_of
 from lowtide.errors import AttachError, PlanMismatch
 from lowtide.interception import interception
 from lowtide.interception import optimizers as watched_optimizers
-from lowtide.plan import Plan
+from lowtide.plan import Plan, site_parts
 from lowtide.planned import seats
 from lowtide.sources import Budgeted, Given, Source
 from lowtide.step_count import StepCount, countable, states_of
@@ -217,7 +217,10 @@ class Handle:
         plan, names = self.plan, self.source.names
         if plan is None or not plan.structure:
             return []
-        known = {path for path, _ in plan.structure}
+        known = {path for path, _ in plan.structure} | {site_parts(site)[0] for site in plan.recompute}
+        graph = self.source.graph_in_force() if isinstance(self.source, Budgeted) else None
+        if graph is not None:  # a loss that is made anew in each forward is no part of the model, but was watched
+            known |= {op.module for op in graph.ops}
         paths = dict.fromkeys(home.path for home in names.homes.values() if home.path not in known)
         return [f"the plan does not know {path}: what it makes is kept" for path in paths]
 
