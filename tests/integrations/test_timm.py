@@ -1,6 +1,6 @@
 """timm's models in a plain loop: the same bits, statistics of batch norms that move once, its own switch taken over.
 
-timm and torchvision are installed by hand: ``pip install --no-deps timm torchvision``.
+timm and torchvision come without what they depend on, see `./run integrations`.
 """
 
 from __future__ import annotations
