@@ -7,39 +7,30 @@
     python -m examples.fine_tune --lora            the same, low-rank adapters alone
     python -m examples.fine_tune --model minilm    all-MiniLM-L6-v2, pairs of texts: two calls before each backward
 
-Every way starts from the same weights, data and random state; losses that are not those of the plain way to the last
-bit are marked. ``allocated`` is what one step takes from the allocator on top of weights, optimizer states and inputs:
-activations, gradients, temporaries. Times are CPU seconds of the process for one step, the optimizer's included.
+Every way has a model of its own, with the same weights, data and random state, and they take their steps in turn.
+Losses that are not those of the plain way to the last bit are marked. ``allocated`` is what one step takes from the
+allocator on top of weights, optimizer states and inputs: activations, gradients, temporaries. Times are CPU seconds of
+the process for one step, the optimizer's included; their ratio to the plain way's is the median over turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
+from rich.progress import track
 
 import lowtide
 from examples.pretrained import MODELS, Task
 from lowtide.demo.memory import measure_memory
 from lowtide.units import format_bytes, format_seconds
-
-
-@dataclass
-class Result:
-    """What one way of training cost, and what it gave."""
-
-    name: str
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    allocated_bytes: int = 0
-
 
 Around = Callable[[Task], Any]
 """Makes what all steps of one way run inside."""
@@ -53,53 +44,64 @@ def torch_per_block(task: Task) -> Iterator[None]:
     task.model.gradient_checkpointing_disable()
 
 
-def train(name: str, task: Task, steps: int, around: Around = lambda task: nullcontext()) -> Result:
-    """Train ``steps`` steps from the task's state, and put that back."""
-    result = Result(name)
-    before = copy.deepcopy(task.model.state_dict())
-    torch.manual_seed(0)
-    optimizer = torch.optim.AdamW([p for p in task.model.parameters() if p.requires_grad], 1e-4)
-    with around(task) as handle:
-        for number in range(steps):
-            start = time.process_time()
-            loss = _step(task, number, result if number == steps - 1 else None)
-            optimizer.step()
-            optimizer.zero_grad()
-            result.seconds.append(time.process_time() - start)
-            result.losses.append(loss)
-        if isinstance(handle, lowtide.Handle):
-            print(handle.report())
-    task.model.load_state_dict(before)
-    return result
+@dataclass
+class Way:
+    """One way of training: what its steps run inside, what they cost, and what they gave."""
+
+    name: str
+    task: Task
+    around: Around = lambda task: nullcontext()
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    allocated_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        weights = [weight for weight in self.task.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(weights, 1e-4)
+
+    def step(self, number: int, *, measured: bool) -> None:
+        """Forward, backward and optimizer; where it is measured, its memory is, and not its time."""
+        torch.manual_seed(number)
+        losses: list[torch.Tensor] = []
+
+        def backward(loss: torch.Tensor) -> None:
+            losses.append(loss.detach())
+            loss.backward()
+
+        start = time.process_time()
+        if measured:
+            self.allocated_bytes = measure_memory(lambda: self.task.loss(number), backward).peak_bytes
+        else:
+            backward(self.task.loss(number))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if not measured:
+            self.seconds.append(time.process_time() - start)
+        self.losses.append(losses[0].item())
 
 
-def _step(task: Task, number: int, measured: Result | None) -> float:
-    """Forward and backward; the last step is measured."""
-    losses: list[torch.Tensor] = []
-
-    def backward(loss: torch.Tensor) -> None:
-        losses.append(loss.detach())
-        loss.backward()
-
-    if measured is None:
-        backward(task.loss(number))
-    else:
-        memory = measure_memory(lambda: task.loss(number), backward)
-        measured.allocated_bytes = memory.peak_bytes
-    return losses[0].item()
-
-
-def ways(task: Task, steps: int) -> Iterator[Result]:
+def ways(make: Callable[[], Task]) -> Iterator[Way]:
     """Plain, PyTorch's checkpointing, and lowtide near the least memory and halfway between that and the plain step."""
-    yield train("plain", task, steps)
-    yield train("torch per block", task, steps, torch_per_block)
+    yield Way("plain", make())
+    yield Way("torch per block", make(), torch_per_block)
+    task = make()
     graph = lowtide.trace(lambda: task.loss(0), task.model, optimizer="adamw", repeats=1)
     plans = lowtide.frontier(graph, points=8)
     most, least = (plan.prediction.peak_bytes for plan in (plans[0], plans[-1]) if plan.prediction is not None)
     for name, budget in (("lowtide, half", (most + least) // 2), ("lowtide, lowest", int(least * 1.01))):
         plan = lowtide.solve(graph, budget)
         print(plan)
-        yield train(name, task, steps, partial(attached, plan=plan))
+        yield Way(name, make(), partial(attached, plan=plan))
+
+
+def train(contenders: list[Way], steps: int) -> None:
+    """Take ``steps`` steps in every way, in turn; of the last one memory is measured, of the others time."""
+    with ExitStack() as stack:
+        for way in contenders:
+            stack.enter_context(way.around(way.task))
+        for number in track(range(steps), "training", transient=True):
+            for way in contenders:
+                way.step(number, measured=number == steps - 1)
 
 
 def attached(task: Task, plan: lowtide.Plan) -> lowtide.Handle:
@@ -107,22 +109,21 @@ def attached(task: Task, plan: lowtide.Plan) -> lowtide.Handle:
     return lowtide.attach(task.model, plan=plan)
 
 
-def table(results: list[Result]) -> Iterator[str]:
-    """The results as a table in Markdown."""
-    plain = results[0]
+def table(contenders: list[Way]) -> Iterator[str]:
+    """What was measured as a table in Markdown. In the first step what is recomputed is proven: it does not count."""
+    plain = contenders[0]
     yield "| | allocated | to plain | step | to plain | loss, first to last | |"
     yield "|---|---|---|---|---|---|---|"
-    for result in results:
-        seconds = min(result.seconds[1:])
-        size = result.allocated_bytes
+    for way in contenders:
+        ratios = [one / other for one, other in zip(way.seconds[1:], plain.seconds[1:], strict=True)]
         cells = (
-            result.name,
-            format_bytes(size),
-            f"×{size / plain.allocated_bytes:.2f}",
-            format_seconds(seconds),
-            f"×{seconds / min(plain.seconds[1:]):.2f}",
-            f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}",
-            "same bits" if result.losses == plain.losses else "other losses",
+            way.name,
+            format_bytes(way.allocated_bytes),
+            f"×{way.allocated_bytes / plain.allocated_bytes:.2f}",
+            format_seconds(median(way.seconds[1:])),
+            f"×{median(ratios):.2f}",
+            f"{way.losses[0]:.4f} to {way.losses[-1]:.4f}",
+            "same bits" if way.losses == plain.losses else "other losses",
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -132,18 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--lora", action="store_true", help="train low-rank adapters alone")
-    parser.add_argument("--steps", type=int, default=3, help="at least 2: in the first what is recomputed is proven")
+    parser.add_argument("--steps", type=int, default=5, help="at least 3: one to prove, one to time, one to measure")
     parser.add_argument("--batch", type=int, help="texts of a batch")
     parser.add_argument("--length", type=int, help="tokens of a text")
     given = parser.parse_args()
     sizes = {name: value for name in ("batch", "length") if (value := getattr(given, name)) is not None}
-    task = MODELS[given.model](lora=given.lora, **sizes)
-    print(task, flush=True)
-    results = []
-    for result in ways(task, max(2, given.steps)):
-        results.append(result)
-        print(result, flush=True)
-    print("\n".join(table(results)))
+    contenders = list(ways(partial(MODELS[given.model], lora=given.lora, **sizes)))
+    print(contenders[0].task, flush=True)
+    train(contenders, max(3, given.steps))
+    print("\n".join(table(contenders)))
 
 
 if __name__ == "__main__":
