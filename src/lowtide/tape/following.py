@@ -346,8 +346,8 @@ class Follower(TorchFunctionMode):
             return out
         alone = call.alone
         if alone is not None:
-            if type(out) is Tensor and out.shape == alone[1]:
-                self.seen[alone[0]] = _ref(out)
+            if type(out) is Tensor and out.shape == alone[2] and out.dtype is alone[3]:
+                self.seen[alone[1]] = _ref(out)
                 self.lost = False
             return out
         returned = call.tensors_of(out)

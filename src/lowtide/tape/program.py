@@ -119,7 +119,8 @@ class Program:
         self.followed = self.missed = 0
         self.notes = notes  # what the recorder noted for its report
         self.tensors = 1 + max(
-            (number for call in calls for number in (*call.externals(), *(n for _, n, _ in call.results))), default=0
+            (number for call in calls for number in (*call.externals(), *(returned[1] for returned in call.results))),
+            default=0,
         )
         parameters = {id(ref()): (ref, meta) for call in calls for ref, meta in call.parameters()}
         self.parameters: list[tuple[weakref.ref[Tensor], Meta]] = list(parameters.values())

@@ -45,6 +45,8 @@ SILENT = frozenset(
 """Functions that compute nothing of a forward pass."""
 
 Meta = tuple[Any, ...]
+Returned = tuple[Place, int, torch.Size, torch.dtype]
+"""A tensor that a call returned: where, its number, shape and dtype."""
 
 
 def meta_of(tensor: Tensor) -> Meta:
@@ -110,8 +112,8 @@ class Call:
         self.func = func
         self.args: tuple[Pattern, ...] = ()
         self.kwargs: dict[str, Pattern] = {}
-        self.results: list[tuple[Place, int, torch.Size]] = []  # tensors that it returned: where, number, shape
-        self.alone: tuple[int, torch.Size] | None = None  # number and shape of its result, if that is one tensor
+        self.results: list[Returned] = []  # tensors that it returned
+        self.alone: Returned | None = None  # its result, if that is one tensor
         self.guard: Any = None  # torch's global state
         self.backends: tuple[bool, ...] | None = None
         self.nodes = 0  # that autograd made: they tell apart what was computed and what was found in a cache
@@ -127,18 +129,18 @@ class Call:
         self.writes: tuple[Place, ...] = ()  # arguments that it writes
         self.packs: list[Any] = []  # see program.py
 
-    def returned(self, results: list[tuple[Place, int, torch.Size]], plain: bool) -> None:
+    def returned(self, results: list[Returned], plain: bool) -> None:
         """Note the tensors that it returned; ``plain``, if that is one tensor of torch's own class."""
         self.results = results
-        self.alone = results[0][1:] if plain else None
+        self.alone = results[0] if plain else None
 
     def tensors_of(self, out: Any) -> list[tuple[int, Tensor]] | None:
         """The tensors in ``out`` with their numbers; None if it is not what the call returned when it was known."""
         found = []
         try:
-            for place, number, shape in self.results:
+            for place, number, shape, dtype in self.results:
                 tensor = out if not place else at(out, place)
-                if tensor.shape != shape:
+                if tensor.shape != shape or tensor.dtype is not dtype:
                     return None
                 found.append((number, tensor))
         except (AttributeError, IndexError, KeyError, TypeError):
