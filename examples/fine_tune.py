@@ -138,7 +138,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens of a text")
     given = parser.parse_args()
     sizes = {name: value for name in ("batch", "length") if (value := getattr(given, name)) is not None}
-    contenders = list(ways(partial(MODELS[given.model], lora=given.lora, **sizes)))
+
+    def make() -> Task:
+        torch.manual_seed(0)  # adapters begin with random numbers
+        return MODELS[given.model](lora=given.lora, **sizes)
+
+    contenders = list(ways(make))
     print(contenders[0].task, flush=True)
     train(contenders, max(3, given.steps))
     print("\n".join(table(contenders)))
