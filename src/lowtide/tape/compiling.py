@@ -49,12 +49,9 @@ class _Compilation:
     def run(self, notes: dict[Any, int]) -> Program:
         """Number the buffers that tickets lead to, and describe how each is made."""
         for trace in self.traces:
-            if trace.peeks and trace.results:
-                raise Flaw("a function whose operations depend on data")
             for _, packed in trace.packs:
                 if len(packed) == 3:
-                    self._check_save(packed)
-                    self._number(packed[0])
+                    self._number(_last_version(packed, trace))
         for buffer in self.buffers:
             if buffer.recipe is not None:
                 self._describe(buffer, buffer.recipe)
@@ -63,9 +60,14 @@ class _Compilation:
                 self._find_source(buffer)
         for at, (call, trace) in enumerate(zip(self.calls, self.traces, strict=True)):
             call.writes = tuple(trace.writes)
+            if call.catches or trace.overwrites or (trace.peeks and trace.results):
+                call.operations = tuple(trace.operations)
             call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
             call.packs = [
-                (*self._pack(tensor, packed, self.held_at_pack.get((at, nth))), trace.nodes[nth + 1] - trace.nodes[0])
+                (
+                    *self._pack(tensor, packed, trace, self.held_at_pack.get((at, nth))),
+                    trace.nodes[nth + 1] - trace.nodes[0],
+                )
                 for nth, (tensor, packed) in enumerate(trace.packs)
             ]
         program = Program(self.calls, notes)
@@ -86,11 +88,6 @@ class _Compilation:
                     ref: Any = pattern[1]
                     program.weights.append((slot, ref, layout_of(ref())))
                     call.roots = [other for other in call.roots if other is not root]
-
-    def _check_save(self, packed: Any) -> None:
-        buffer, _, save = packed
-        if save.stale or (buffer.rare is not None and buffer.rare.next is not None):
-            raise Flaw("a saved tensor is overwritten")
 
     def _number(self, first: Buffer) -> None:
         pending = [first]
@@ -160,29 +157,66 @@ class _Compilation:
             self.calls[at].copies.append((place, slot, offset))
             return
         value = held.value
-        if value is None or held.version is None:
-            raise Flaw("memory that was copied, or that has no version")
+        if value is None:
+            raise Flaw("memory that nothing is known of")
+        readers = self.readers.get(id(held), ())
+        first = min(map(self._call_of, readers), default=len(self.calls))
         storage = value.untyped_storage()._cdata
-        readers = [self._call_of(recipe) for recipe in self.readers.get(id(held), ())]
-        first = min(readers, default=len(self.calls))
-        if readers:
-            for place, leaf, version, offset in self.traces[first].leaves:
-                if leaf == storage and version == held.version:
-                    self.calls[first].roots.append((place, slot, offset))
-                    return
-        for at, trace in enumerate(self.traces[: first + 1]):
-            for nth, (_, packed) in enumerate(trace.packs):
-                version = packed[2].version if len(packed) == 3 else packed[1]
-                if version == held.version and (
-                    packed[0] is held if len(packed) == 3 else packed[0].untyped_storage()._cdata == storage
-                ):
-                    if (at, nth) in self.held_at_pack:
-                        raise Flaw("two versions of what was saved once")
-                    self.held_at_pack[at, nth] = (slot, trace.offsets[nth])
-                    return
-        raise Flaw("memory that no function was given")
+        if held.version is not None:
+            changed = first < len(self.calls) and storage in self.traces[first].written
+            if readers and not changed and self._find_at(first, storage, held.version, slot):
+                return
+            for at, trace in enumerate(self.traces[: first + 1]):
+                for nth, (_, packed) in enumerate(trace.packs):
+                    version = packed[2].version if len(packed) == 3 else packed[1]
+                    if version == held.version and (
+                        packed[0] is held
+                        if len(packed) == 3
+                        else not changed and packed[0].untyped_storage()._cdata == storage
+                    ):
+                        if (at, nth) in self.held_at_pack:
+                            raise Flaw("two versions of what was saved once")
+                        self.held_at_pack[at, nth] = (slot, trace.offsets[nth])
+                        return
+        if not readers:
+            raise Flaw("memory that no function was given")
+        self._catch(min(readers, key=lambda recipe: recipe.order), first, held, slot)
 
-    def _pack(self, tensor: Tensor | None, packed: Any, held: Any) -> tuple[int, Any, bool, Any]:
+    def _find_at(self, at: int, storage: int, version: int, slot: int) -> bool:
+        """Whether a call was given the memory, or returned it after its own operations had read it."""
+        call, trace = self.calls[at], self.traces[at]
+        for leaves, held in ((trace.leaves, call.roots), (trace.returned, call.keeps)):
+            for place, leaf, found, offset in leaves:
+                if leaf == storage and found == version:
+                    held.append((place, slot, offset))
+                    return True
+        return False
+
+    def _catch(self, reader: Recipe, at: int, held: Buffer, slot: int) -> None:
+        """The operation that reads it first takes hold of it: what was made below a call, or cannot be told apart."""
+        nth = bisect_right(self.traces[at].orders, reader.order) - 1
+        position, _, layout = next(read for read in reader.reads if read[1] is held)
+        written = reader.written if isinstance(reader, FullRecipe) and reader.written else {}
+        offset = layout[2] * layout[3].itemsize
+        self.calls[at].catches.setdefault(nth, []).append((position, slot, offset, id(held) in written))
+
+    def _pack(self, tensor: Tensor | None, packed: Any, trace: Trace, held: Any) -> tuple[int, Any, bool, Any]:
         if len(packed) == 3:
-            return (self.slots[id(packed[0])], packed[1], False, held)
+            return (self.slots[id(_last_version(packed, trace))], packed[1], False, held)
         return (-1, layout_of(packed[0]), tensor is None, held)
+
+
+def _last_version(packed: Any, trace: Trace) -> Buffer:
+    """What a saved tensor holds in the end: its call may write it through aliases that have counters of their own.
+
+    Raises:
+        Flaw: it is written as no saved tensor may be, or after the call.
+    """
+    buffer: Buffer = packed[0]
+    if packed[2].stale:
+        raise Flaw("a saved tensor is overwritten")
+    while buffer.rare is not None and buffer.rare.next is not None:
+        buffer = buffer.rare.next
+        if buffer.recipe is None or not trace.first <= buffer.recipe.order < trace.last:
+            raise Flaw("a saved tensor is overwritten later")
+    return buffer

@@ -20,22 +20,27 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.backwards import backwards
-from lowtide.tape.buffers import alias
+from lowtide.tape.buffers import Buffer, alias, clone_storage, release_held
 from lowtide.tape.library import Shelf, may_take_over
+from lowtide.tape.operators import operator, tensors_at
 from lowtide.tape.presence import presence
 from lowtide.tape.program import Instance, Program
+from lowtide.tape.recipes import get
 from lowtide.tape.scribing import Scribe, ScribingRecorder
 from lowtide.tape.sites import watch
 from lowtide.tape.tickets import keep, unpack
 from lowtide.tape.transcript import (
     AGAIN,
     CONSTANT,
+    DATA,
     EXTERNAL,
     PARAMETER,
     RESULT,
     SEQUENCE,
+    SHOWN_TO_HOOKS,
     SILENT,
     Call,
     Meta,
@@ -47,7 +52,9 @@ from lowtide.tape.transcript import (
     next_node,
     same_call,
     same_constant,
+    step_of,
 )
+from lowtide.tape.transcript import at as item_at
 from lowtide.tape.transforms import pop_hooks, push_hooks
 
 if TYPE_CHECKING:
@@ -64,6 +71,54 @@ _ref = weakref.ref
 
 def _nothing() -> None:
     return None
+
+
+class Onlooker(TorchDispatchMode):
+    """Looks on at the operations below a call whose arguments do not tell all of them.
+
+    Some depend on data, such as lengths in a tensor; some read or write what no function shows, such as a mask.
+    """
+
+    def __init__(self, call: Call, follower: Follower) -> None:
+        super().__init__()
+        self.call = call
+        self.follower = follower
+        self.nth = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in TapeMode
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        if self.nth != len(self.call.operations):
+            self.follower.nth = -1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = operator(func)
+        if op.name not in SHOWN_TO_HOOKS:
+            nth, known = self.nth, self.call.operations
+            self.nth += 1
+            if nth >= len(known) or known[nth] != step_of(func, args, kwargs):
+                self.follower.nth = -1  # nothing that is saved from here on is as it was
+            if op.writes or op.undeclared:
+                for tensor in tensors_at((*op.writes, *op.undeclared), args, kwargs):
+                    release_held(tensor.untyped_storage(), tensor)
+            if self.follower.nth >= 0:
+                self._catch(self.call.catches.get(nth, ()), args, kwargs)
+        return func(*args, **kwargs)
+
+    def _catch(self, catches: Any, args: Any, kwargs: Any) -> None:
+        instance: Any = self.follower.instance  # there is one in a call
+        for position, slot, offset, copy in catches:
+            tensor = get(args, kwargs, position)
+            if copy:
+                instance.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
+            else:
+                instance.hold(slot, tensor, offset)
 
 
 class Follower(TorchFunctionMode):
@@ -191,7 +246,7 @@ class Follower(TorchFunctionMode):
         if learn:
             self.recorder.learned = self._learn
             self.recorder.noted = dict(self.recorder.ledger.notes)
-            self.scribe = Scribe(self.recorder) if self.shelf.writes else None
+            self.scribe = Scribe(self.recorder, self.shelf.flaw_of) if self.shelf.writes else None
         self.begin(self.recorder)
 
     def _learn(self) -> None:
@@ -309,6 +364,8 @@ class Follower(TorchFunctionMode):
             return self._is_external(value, one, *two)
         if kind == SEQUENCE:
             return type(value) is two and len(value) == len(one) and all(map(self._fits, value, one))
+        if kind == DATA:
+            return type(value) is one and (value.dtype, value.shape) == two
         parts = (value.start, value.stop, value.step) if type(value) is slice else ()
         return bool(parts) and all(map(self._fits, parts, one))
 
@@ -339,22 +396,29 @@ class Follower(TorchFunctionMode):
         self.lost = True  # unless all goes well
         self.nodes = before = next_node()
         try:
-            out = call.func(*args, **kwargs)
+            if call.operations:
+                with Onlooker(call, self):
+                    out = call.func(*args, **kwargs)
+            else:
+                out = call.func(*args, **kwargs)
         finally:
             self.now = None
         if self.nth != len(call.packs) or next_node() - before != call.nodes:
             return out
         alone = call.alone
         if alone is not None:
-            if type(out) is Tensor and out.shape == alone[2] and out.dtype is alone[3]:
-                self.seen[alone[1]] = _ref(out)
-                self.lost = False
-            return out
-        returned = call.tensors_of(out)
-        if returned is not None:
+            if type(out) is not Tensor or out.shape != alone[2] or out.dtype is not alone[3]:
+                return out
+            self.seen[alone[1]] = _ref(out)
+        else:
+            returned = call.tensors_of(out)
+            if returned is None:
+                return out
             for number, tensor in returned:
                 self.seen[number] = _ref(tensor)
-            self.lost = False
+        for place, slot, offset in call.keeps:
+            self.instance.hold(slot, item_at(out, place), offset)  # type: ignore[union-attr]  # there is one in a call
+        self.lost = False
         return out
 
     # ---- saved tensors --------------------------------------------------------------------------------------

@@ -91,6 +91,10 @@ class Shelf:
         self.recorded = 0
         return self.programs[-1]
 
+    def flaw_of(self, calls: list[Call]) -> str | None:
+        """Why steps that begin with these calls are not followed, if that is known."""
+        return self.flaws.get(beginning(calls))
+
     def give_up(self, program: Program, why: str) -> None:
         """Never follow steps that begin like ``program`` again."""
         if program in self.programs:

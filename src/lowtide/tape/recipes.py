@@ -102,6 +102,14 @@ def put(args: list[Any], kwargs: dict[str, Any] | None, position: Position, valu
     table[where] = [*table[where][:item], value, *table[where][item + 1 :]]
 
 
+def get(args: Any, kwargs: Any, position: Position) -> Any:
+    """What is where ``put`` puts it."""
+    if not isinstance(position, tuple):
+        return (args if isinstance(position, int) else kwargs)[position]
+    where, item = position
+    return (args if isinstance(where, int) else kwargs)[where][item]
+
+
 def capture(
     args: tuple[Any, ...], kwargs: dict[str, Any], read: Callable[[Tensor], Buffer]
 ) -> tuple[list[Any], dict[str, Any], list[Read]]:

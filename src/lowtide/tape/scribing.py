@@ -18,17 +18,20 @@ from lowtide.tape.recipes import next_order
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tickets import Ticket
 from lowtide.tape.transcript import (
-    ESCAPES,
+    SHOWN_TO_HOOKS,
     SILENT,
     Call,
     Flaw,
     Place,
+    Step,
     Transcriber,
     backends,
     byte_offset,
+    escapes,
     is_foreign,
     name_of,
     next_node,
+    step_of,
     tensors_with_places,
     transformed,
 )
@@ -37,9 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-_DATA_DEPENDENT = {
-    tag for name in ("data_dependent_output", "dynamic_output_shape") if (tag := getattr(torch.Tag, name, None))
-}
+_LOOKS, _VARIES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 _MADE_OF_OTHERS = ("aten.linalg_", "aten._linalg_", "aten.pinverse", "aten._trilinear", "aten.affine_grid_generator")
@@ -50,13 +51,30 @@ Of those that are not listed here a followed step notices when the dtype of a re
 
 
 Leaf = tuple[Place, int, int, int]
-"""A tensor among the arguments of a call: where, storage, version, offset in bytes."""
+"""A tensor among the arguments or results of a call: where, storage, version, offset in bytes."""
 
 
 class Trace:
     """What happened below one call."""
 
-    __slots__ = ("first", "last", "leaves", "nodes", "offsets", "packs", "peeks", "results", "states", "writes")
+    __slots__ = (
+        "first",
+        "last",
+        "leaves",
+        "nodes",
+        "offsets",
+        "operations",
+        "orders",
+        "overwrites",
+        "packs",
+        "peeks",
+        "results",
+        "returned",
+        "states",
+        "varies",
+        "writes",
+        "written",
+    )
 
     def __init__(self, first: int, leaves: list[Leaf], states: dict[torch.device, bytes]) -> None:
         self.first = first  # numbers of the recipes made
@@ -67,8 +85,22 @@ class Trace:
         self.offsets: list[int] = []  # of what was saved, in bytes
         self.nodes = [next_node()]  # before it and whenever something was saved: the number of autograd's next node
         self.writes: set[Place] = set()  # arguments that it writes
+        self.operations: list[Step] = []  # below it
+        self.orders: list[int] = []  # by operation: numbers below those of its recipes
+        self.overwrites = False  # it writes memory that is held and that it was not given
+        self.written: set[int] = set()  # storages that it writes
         self.peeks = False  # it looked at data
+        self.varies = False  # an operation below it gave a result whose shape depends on data
         self.results = False  # it returned tensors
+        self.returned: list[Leaf] = []
+
+
+def _leaves(found: list[tuple[Place, Tensor]]) -> list[Leaf]:
+    return [
+        (place, tensor.untyped_storage()._cdata, tensor._version, byte_offset(tensor))
+        for place, tensor in found
+        if tensor.layout is torch.strided and not tensor.is_inference()
+    ]
 
 
 class ScribingRecorder(Recorder):
@@ -89,18 +121,25 @@ class ScribingRecorder(Recorder):
         self.noted: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.paused:
-            op = operator(func)
-            if op.writes or op.undeclared:
-                self._note_writes(tensors_at((*op.writes, *op.undeclared), args, kwargs or {}))
-            if not self.over:
-                self.operations.append(op.key)
-                if self.casts and op.name.startswith(_MADE_OF_OTHERS):
-                    self.flaw = f"{op.name} computes something else under autocast while a mode looks on"
-                tags = getattr(func, "tags", ())
-                if self.now is not None and tags and not _DATA_DEPENDENT.isdisjoint(tags):
-                    self.now.peeks = True
+        if self.paused:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        op = operator(func)
+        if op.writes or op.undeclared:
+            self._note_writes(tensors_at((*op.writes, *op.undeclared), args, kwargs or {}))
+        if not self.over:
+            self.operations.append(op.key)
+            if self.casts and op.name.startswith(_MADE_OF_OTHERS):
+                self.flaw = f"{op.name} computes something else under autocast while a mode looks on"
+            if self.now is not None and op.name not in SHOWN_TO_HOOKS:
+                self._note_peeks(self.now, getattr(func, "tags", ()))
+                self.now.operations.append(step_of(func, args, kwargs))
+                self.now.orders.append(next_order())
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note_peeks(self, trace: Trace, tags: Any) -> None:
+        """A shape that depends on data is seen in what the call returns, unless more is made of it before."""
+        trace.peeks = trace.peeks or trace.varies or _LOOKS in tags
+        trace.varies = _VARIES in tags
 
     def _note_writes(self, targets: list[Tensor]) -> None:
         """Memory is about to be written that other recordings may need as it is."""
@@ -110,18 +149,20 @@ class ScribingRecorder(Recorder):
             if tensor.layout is not torch.strided or type(tensor) not in (Tensor, Parameter):
                 continue
             storage = tensor.untyped_storage()
+            if self.now is not None:
+                self.now.written.add(storage._cdata)
             places = [] if self.now is None else [leaf[0] for leaf in self.now.leaves if leaf[1] == storage._cdata]
             if places:
                 self.now.writes.add(places[0])  # type: ignore[union-attr]
+            elif hasattr(storage, HELD) and self.now is not None:
+                self.now.overwrites = True
             elif hasattr(storage, HELD):
-                self.flaw = "memory is written that no function was given"
+                self.flaw = "memory is written outside of a torch function"
 
     def open_call(self, call: Call, args: Any, kwargs: Any) -> None:
         """A call of a torch function begins."""
         found = [(place, tensor) for place, tensor in tensors_with_places((args, kwargs))]
-        leaves = [
-            (place, tensor.untyped_storage()._cdata, tensor._version, byte_offset(tensor)) for place, tensor in found
-        ]
+        leaves = _leaves(found)
         devices = {tensor.device for _, tensor in found if tensor.device.type != "meta"} | {torch.device("cpu")}
         states = {device: randomness.digest(state) for device, state in randomness.states_of(devices)}
         self.now = Trace(next_order(), leaves, states)
@@ -139,6 +180,7 @@ class ScribingRecorder(Recorder):
         self.now.last = next_order()
         call.nodes = next_node() - self.now.nodes[0]
         self.now.results = bool(call.results)
+        self.now.returned = _leaves(tensors_with_places(out))
         self.now = None
 
     def hand_over(self, tensor: Tensor, saver: FrameType) -> Any:
@@ -188,9 +230,11 @@ class ScribingRecorder(Recorder):
 class Scribe(TorchFunctionMode):
     """Writes the transcript of a step that is recorded at the same time."""
 
-    def __init__(self, recorder: ScribingRecorder) -> None:
+    def __init__(self, recorder: ScribingRecorder, flaw_of: Callable[[list[Call]], str | None]) -> None:
         super().__init__()
         self.recorder = recorder
+        self.flaw_of = flaw_of  # what is known of steps that begin with these calls
+        self.begun = False  # a call has read a parameter
         self.transcriber = Transcriber()
         self.calls: list[Call] = []
         self.flaw: str | None = None
@@ -210,8 +254,13 @@ class Scribe(TorchFunctionMode):
         except Flaw as flaw:
             self.flaw = f"{name_of(func)}: {flaw}"
             return func(*args, **kwargs)
-        self.recorder.open_call(call, args, kwargs)
         self.calls.append(call)
+        if not self.begun and call.parameters():
+            self.begun = True
+            self.flaw = self.flaw_of(self.calls)
+            if self.flaw is not None:
+                return func(*args, **kwargs)
+        self.recorder.open_call(call, args, kwargs)
         try:
             out = func(*args, **kwargs)
         except BaseException:
@@ -226,15 +275,16 @@ class Scribe(TorchFunctionMode):
         return out
 
     def _describe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        if name_of(func) in ESCAPES:
+        if escapes(func):
             raise Flaw("memory escapes from torch's sight")
         if torch._C._len_torch_dispatch_stack() > 1:
             raise Flaw("a dispatch mode inside of the recording")
         if transformed() is not None:
             raise Flaw("a torch.func transform")
         call = Call(func)
-        call.args = tuple(map(self.transcriber.pattern, args))
-        call.kwargs = {key: self.transcriber.pattern(value) for key, value in kwargs.items()}
+        pattern = self.transcriber.data if func is torch.tensor else self.transcriber.pattern
+        call.args = tuple(map(pattern, args))
+        call.kwargs = {key: pattern(value) for key, value in kwargs.items()}
         if self._guard is None or not self._guard.check():
             self._guard = torch._C._dynamo.guards.GlobalStateGuard()
         call.guard = self._guard

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lowtide.tape.buffers import MADE
+from lowtide.tape.buffers import MADE, layout_of
 
-CONSTANT, RESULT, PARAMETER, EXTERNAL, AGAIN, SEQUENCE, SLICE = range(7)
+CONSTANT, RESULT, PARAMETER, EXTERNAL, AGAIN, SEQUENCE, SLICE, DATA = range(8)
 Pattern = tuple[int, Any, Any]
 """Kind of an argument and two values that it is compared with.
 
-RESULT: number, version. AGAIN: number of an EXTERNAL, versions since it was seen first."""
+RESULT: number, version. AGAIN: number of an EXTERNAL, versions since it was seen first. DATA: class, dtype and shape.
+"""
 Place = tuple[Any, ...]
 """Where in (arguments, keyword arguments) or in a result something is: a chain of indices and keywords."""
 
@@ -39,14 +40,40 @@ ESCAPES = frozenset({
     "apply_", "map_", "map2_",
 })  # fmt: skip
 """Functions through which memory gets out of torch's sight, or is exchanged, or Python code is run."""
+_HARMLESS_SETTERS = frozenset({"requires_grad"})
+"""Attributes of tensors that may be set: by then it is known which tensor that is."""
 SILENT = frozenset(
     {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "grad", "__repr__"}
 )
 """Functions that compute nothing of a forward pass."""
+SHOWN_TO_HOOKS = frozenset({"aten.detach", "aten.alias"})
+"""Operations that make what saved-tensor hooks are given, and come and go with them."""
 
 Meta = tuple[Any, ...]
 Returned = tuple[Place, int, torch.Size, torch.dtype]
 """A tensor that a call returned: where, its number, shape and dtype."""
+
+
+Position = Any
+"""Where an operation takes an argument: index or keyword, or one of these and an index in a list."""
+Step = tuple[Any, ...]
+"""One operation below a call: which, and its arguments, of tensors how they lie."""
+
+
+def step_of(func: Any, args: Any, kwargs: Any) -> Step:
+    """What has to be the same for an operation to be the same; values of tensors do not."""
+    found: list[Any] = [id(func)]
+    pending: list[Any] = [*args, *(kwargs.items() if kwargs else ())]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            found.append((*meta_of(value)[:2], value.layout) if value.layout is not torch.strided else layout_of(value))
+        elif isinstance(value, (list, tuple)):
+            found.append(len(value))
+            pending += value
+        else:
+            found.append(repr(value))
+    return tuple(found)
 
 
 def meta_of(tensor: Tensor) -> Meta:
@@ -92,6 +119,7 @@ class Call:
         "args",
         "backends",
         "caches",
+        "catches",
         "chooses",
         "collects",
         "copies",
@@ -99,9 +127,11 @@ class Call:
         "draws",
         "func",
         "guard",
+        "keeps",
         "kwargs",
         "modules",
         "nodes",
+        "operations",
         "packs",
         "results",
         "roots",
@@ -127,6 +157,10 @@ class Call:
         self.copies: list[tuple[Place, int, int]] = []  # arguments to copy before the call
         self.draws: tuple[torch.device, ...] = ()  # devices whose random state it draws from
         self.writes: tuple[Place, ...] = ()  # arguments that it writes
+        self.catches: dict[int, list[tuple[Position, int, int, bool]]] = {}
+        """By operation below it, arguments to hold: where, slot, offset in bytes, and whether to copy."""
+        self.keeps: list[tuple[Place, int, int]] = []  # results to hold: where, slot, offset in bytes
+        self.operations: tuple[Step, ...] = ()  # below it, where they are to be compared one by one
         self.packs: list[Any] = []  # see program.py
 
     def returned(self, results: list[Returned], plain: bool) -> None:
@@ -154,7 +188,7 @@ class Call:
             pattern = pending.pop()
             if pattern[0] in (SEQUENCE, SLICE):
                 pending += pattern[1]
-            elif pattern[0] != CONSTANT:
+            elif pattern[0] not in (CONSTANT, DATA):
                 found.append(pattern)
         return found
 
@@ -192,6 +226,12 @@ class Transcriber:
         if kind is slice:
             return (SLICE, tuple(map(self.pattern, (value.start, value.stop, value.step))), kind)
         raise Flaw(f"an argument of type {kind.__name__}")
+
+    def data(self, value: Any) -> Pattern:
+        """The same of an argument whose contents are copied and do not decide what is done."""
+        if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+            return (DATA, type(value), (value.dtype, value.shape))
+        return self.pattern(value)
 
     def _tensor(self, value: Tensor) -> Pattern:
         if value.layout is not torch.strided or value.is_inference():
@@ -286,6 +326,13 @@ next_node = torch._C._autograd._get_sequence_nr
 """The number that this thread's next autograd node will have."""
 transformed = torch._C._functorch.peek_interpreter_stack
 """Not None inside of a torch.func transform, where tensors may be wrappers without memory of their own."""
+
+
+def escapes(func: Any) -> bool:
+    """Whether memory may get out of torch's sight through a function."""
+    name = name_of(func)
+    setter = name == "__set__" and name_of(getattr(func, "__self__", None)) in _HARMLESS_SETTERS
+    return name in ESCAPES and not setter
 
 
 def is_foreign(func: Any) -> bool:
