@@ -24,6 +24,7 @@ from .rules import RULES
 
 MODE_DEPENDENT = {
     "eigvalsh": "without grad, computes eigenvectors too, by another algorithm, if any dispatch mode is on",
+    'torch.autocast("cpu", dtype=torch.bfloat16)': "casts what a kernel calls only where no dispatch mode is on",
     "torch.inference_mode()": "its views and writes no longer tell the tensors they share memory with",
 }
 """What gives other results in torch 2.13 as soon as any dispatch mode is on: rules and scopes."""

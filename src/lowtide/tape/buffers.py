@@ -80,11 +80,10 @@ class Buffer:
 class Rare:
     """What few buffers need to remember."""
 
-    __slots__ = ("blank", "copy", "next", "print", "shared", "site")
+    __slots__ = ("blank", "copy", "print", "shared", "site")
 
     def __init__(self) -> None:
         self.blank: frozenset[Any] | None = None  # of memory not yet written whole: the layouts written so far
-        self.next: Buffer | None = None  # the version that followed in the same storage, seen by autograd
         self.shared = False  # held memory that was mapped from elsewhere when it was first read: a weight
         self.copy: Tensor | None = None  # of held memory that was overwritten since, unless its version is put back
         self.print: int | None = None  # fingerprint of the contents, while they are being proven
@@ -319,4 +318,6 @@ def expose(storage: torch.UntypedStorage, tensor: Tensor) -> None:
         return
     delattr(storage, MADE)
     if buffer.saves:
-        rare(buffer).next = Buffer(None, alias(tensor))
+        held = Buffer(None, alias(tensor))
+        for save in buffer.saves:
+            save.move(held)

@@ -15,6 +15,7 @@ from lowtide.tape import randomness
 from lowtide.tape.buffers import Buffer, layout_of
 from lowtide.tape.program import Blueprint, Program
 from lowtide.tape.recipes import FullRecipe, Recipe
+from lowtide.tape.tickets import Kept, Ticket
 from lowtide.tape.transcript import CONSTANT, PARAMETER, Call, Flaw, name_of, tensors_with_places
 from lowtide.tape.transcript import at as item_at
 
@@ -50,7 +51,7 @@ class _Compilation:
         """Number the buffers that tickets lead to, and describe how each is made."""
         for trace in self.traces:
             for _, packed in trace.packs:
-                if len(packed) == 3:
+                if isinstance(packed, Ticket):
                     self._number(_last_version(packed, trace))
         for buffer in self.buffers:
             if buffer.recipe is not None:
@@ -65,7 +66,7 @@ class _Compilation:
             call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
             call.packs = [
                 (
-                    *self._pack(tensor, packed, trace, self.held_at_pack.get((at, nth))),
+                    *self._pack(tensor, packed, self.held_at_pack.get((at, nth))),
                     trace.nodes[nth + 1] - trace.nodes[0],
                 )
                 for nth, (tensor, packed) in enumerate(trace.packs)
@@ -168,12 +169,7 @@ class _Compilation:
                 return
             for at, trace in enumerate(self.traces[: first + 1]):
                 for nth, (_, packed) in enumerate(trace.packs):
-                    version = packed[2].version if len(packed) == 3 else packed[1]
-                    if version == held.version and (
-                        packed[0] is held
-                        if len(packed) == 3
-                        else not changed and packed[0].untyped_storage()._cdata == storage
-                    ):
+                    if _holds(packed, held, None if changed else storage):
                         if (at, nth) in self.held_at_pack:
                             raise Flaw("two versions of what was saved once")
                         self.held_at_pack[at, nth] = (slot, trace.offsets[nth])
@@ -200,23 +196,28 @@ class _Compilation:
         offset = layout[2] * layout[3].itemsize
         self.calls[at].catches.setdefault(nth, []).append((position, slot, offset, id(held) in written))
 
-    def _pack(self, tensor: Tensor | None, packed: Any, trace: Trace, held: Any) -> tuple[int, Any, bool, Any]:
-        if len(packed) == 3:
-            return (self.slots[id(_last_version(packed, trace))], packed[1], False, held)
+    def _pack(self, tensor: Tensor | None, packed: Kept | Ticket, held: Any) -> tuple[int, Any, bool, Any]:
+        if isinstance(packed, Ticket):
+            return (self.slots[id(packed.buffer)], packed.layout, False, held)
         return (-1, layout_of(packed[0]), tensor is None, held)
 
 
-def _last_version(packed: Any, trace: Trace) -> Buffer:
+def _holds(packed: Kept | Ticket, held: Buffer, storage: int | None) -> bool:
+    """Whether what was saved is what ``held`` is, whose memory is in ``storage``."""
+    if isinstance(packed, Ticket):
+        return packed.buffer is held and packed.save is not None and packed.save.version == held.version
+    return packed[1] == held.version and packed[0].untyped_storage()._cdata == storage
+
+
+def _last_version(ticket: Ticket, trace: Trace) -> Buffer:
     """What a saved tensor holds in the end: its call may write it through aliases that have counters of their own.
 
     Raises:
         Flaw: it is written as no saved tensor may be, or after the call.
     """
-    buffer: Buffer = packed[0]
-    if packed[2].stale:
+    if ticket.save is None or ticket.save.stale:
         raise Flaw("a saved tensor is overwritten")
-    while buffer.rare is not None and buffer.rare.next is not None:
-        buffer = buffer.rare.next
-        if buffer.recipe is None or not trace.first <= buffer.recipe.order < trace.last:
-            raise Flaw("a saved tensor is overwritten later")
+    buffer = ticket.buffer
+    if buffer.recipe is not None and buffer.recipe.order >= trace.last:
+        raise Flaw("a saved tensor is overwritten later")
     return buffer

@@ -224,7 +224,8 @@ def overwrite(target: Target, new: Buffer | None) -> None:
     if new is None:
         delattr(target.storage, MADE)
         if follow:
-            rare(old).next = Buffer(None, alias(target.tensor))
+            new = Buffer(None, alias(target.tensor))
     elif old.saves:
         new.saves = follow
-        rare(old).next = new
+    for save in follow:
+        save.move(new)

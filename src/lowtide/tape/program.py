@@ -331,7 +331,7 @@ class Instance:
                 raise ReplayMismatch("a step ended halfway and its activations cannot be recomputed; run it again")
             ticket.buffer = buffers[ticket.slot]
             ticket.layout = shifted(ticket.layout, self.shifts.get(ticket.slot, 0))
-            ticket.save = Save(ticket.origin, ticket.version)
+            ticket.save = Save(ticket.origin, ticket.version, ticket)
             ticket.instance = None
         self.tickets = []
         if not self.open:

@@ -16,7 +16,7 @@ from lowtide.tape.buffers import HELD, Buffer
 from lowtide.tape.operators import operator, tensors_at
 from lowtide.tape.recipes import next_order
 from lowtide.tape.recorder import Recorder
-from lowtide.tape.tickets import Ticket
+from lowtide.tape.tickets import Kept, Ticket
 from lowtide.tape.transcript import (
     SHOWN_TO_HOOKS,
     SILENT,
@@ -81,7 +81,7 @@ class Trace:
         self.last = first
         self.leaves = leaves
         self.states = states  # digests of the states of the random generators before it
-        self.packs: list[tuple[Tensor | None, Any]] = []  # what autograd saved and was given
+        self.packs: list[tuple[Tensor | None, Kept | Ticket]] = []  # what autograd saved and was given
         self.offsets: list[int] = []  # of what was saved, in bytes
         self.nodes = [next_node()]  # before it and whenever something was saved: the number of autograd's next node
         self.writes: set[Place] = set()  # arguments that it writes
@@ -193,7 +193,7 @@ class ScribingRecorder(Recorder):
         if type(packed) is tuple:
             self.now.packs.append((tensor if packed[0] is tensor else None, packed))
         elif type(packed) is Ticket and packed.save is not None:
-            self.now.packs.append((None, (packed.buffer, packed.layout, packed.save)))
+            self.now.packs.append((None, packed))
         else:
             self.flaw = "something was saved in a way that is not followed"
         return packed

@@ -27,12 +27,19 @@ Kept = tuple[Tensor, int | None]
 class Save:
     """That a tensor was saved at a version. Holds no memory: it lives as long as its buffer or ticket."""
 
-    __slots__ = ("origin", "stale", "version")
+    __slots__ = ("origin", "stale", "ticket", "version")
 
-    def __init__(self, origin: weakref.ref[Tensor], version: int) -> None:
+    def __init__(self, origin: weakref.ref[Tensor], version: int, ticket: Ticket) -> None:
         self.origin = origin
         self.version = version
+        self.ticket = weakref.ref(ticket)
         self.stale = False
+
+    def move(self, buffer: Buffer) -> None:
+        """Let its ticket stand for a later version: what was saved is what its memory holds now."""
+        ticket = self.ticket()
+        if ticket is not None:
+            ticket.buffer = buffer
 
     def written_through(self, written: Tensor) -> None:
         """Note that its memory was written through ``written``.
@@ -88,10 +95,7 @@ class Ticket:
         origin = still_there(save.origin, save.version, self.layout)
         if origin is not None:
             return origin
-        buffer = self.buffer
-        while buffer.rare is not None and buffer.rare.next is not None:
-            buffer = buffer.rare.next  # written through .data: the saved tensor has the new contents
-        return place(rebuild(buffer), self.layout)
+        return place(rebuild(self.buffer), self.layout)
 
 
 class Chained:
@@ -178,13 +182,14 @@ def keep(tensor: Tensor, by_function: bool = False) -> Kept:
 
 def pack_dropped(tensor: Tensor, buffer: Buffer) -> Ticket:
     """Give up a tensor whose buffer can be made again."""
-    save = Save(weakref.ref(tensor), tensor._version)
+    ticket = Ticket(buffer, shared_layout(tensor), None)
+    ticket.save = save = Save(weakref.ref(tensor), tensor._version, ticket)
     if buffer.saves is None:
         buffer.saves = [save]
     else:
         buffer.saves.append(save)
     buffer.used = True
-    return Ticket(buffer, shared_layout(tensor), save)
+    return ticket
 
 
 def modified_message(shape: Any, dtype: Any, expected: int, found: int | None) -> str:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.tape.operators import operator
 from lowtide.tape.sharding import local
 from lowtide.tracing.kernels import bytes_of, flops_of, workspace_of
+from lowtide.tracing.numbers import SavedNumbers, number_bytes
 from lowtide.tracing.workspaces import device_of, run_measured
 
 _SEEN = "_lowtide_counted"
@@ -33,6 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.inputs = 0
+        self.numbers = SavedNumbers()
         self._counts: dict[weakref.ref[Any], int] = {}
 
     @classmethod
@@ -47,6 +49,12 @@ class LiveBytes(TorchDispatchMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
                     self.note(tensor)
+        for saved in self.numbers.over():
+            self.live -= saved
+        saved = number_bytes(operator(func), args)
+        if saved:
+            self.numbers.note(saved)
+        self.live += saved
         out, workspace = self._run(func, args, kwargs)
         # A view of a real tensor among fakes is a view of a fake that was never seen.
         see = self.ignore if func.is_view else self.see

@@ -24,9 +24,10 @@ from lowtide.tape.operators import Operator, operator, tensors_at, tensors_in
 from lowtide.tape.recorder import Recorder, _is_plain, drawn, results_of
 from lowtide.tape.sharding import gathered
 from lowtide.tape.sites import Home
-from lowtide.tape.tickets import unpack
+from lowtide.tape.tickets import Ticket, unpack
 from lowtide.tracing.kernels import bytes_of, flops_of, workspace_of
 from lowtide.tracing.lingering import Lingering
+from lowtide.tracing.numbers import SavedNumbers, number_bytes
 from lowtide.tracing.timing import distinct, has_memory, tried
 from lowtide.tracing.values import KnownValues
 from lowtide.tracing.workspaces import device_of, measurable, run_measured
@@ -38,13 +39,18 @@ _INSIDE = 64  # depth of what is inside a block; block outputs have lower ones
 class TracedSave:
     """What autograd is given while tracing: the packed tensor, and when it is asked for and let go of."""
 
-    __slots__ = ("__weakref__", "buffer", "index", "inner", "tracer")
+    __slots__ = ("__weakref__", "buffer", "index", "inner", "tape_buffer", "tracer")
 
     def __init__(self, tracer: Tracer, inner: Any, index: int, buffer: int) -> None:
         self.tracer = tracer
         self.inner = inner
         self.index = index
         self.buffer = buffer
+        self.tape_buffer = inner.buffer if isinstance(inner, Ticket) else None
+
+    def moved(self) -> bool:
+        """Whether it stands for a later version by now: its memory was written through an alias."""
+        return isinstance(self.inner, Ticket) and self.inner.buffer is not self.tape_buffer
 
     def redeem(self) -> Tensor:
         """The tensor; its memory counts as the buffer that was saved."""
@@ -85,6 +91,7 @@ class Tracer(Recorder):
         self.storages: list[list[Any]] = []  # bytes, kind, owner
         self.saves: list[int] = []
         self.save_modules: list[str] = []
+        self.saves_of: dict[int, list[weakref.ref[TracedSave]]] = {}  # by buffer
         self.events: list[tuple[int, int]] = []
         self.module_calls: list[Call] = []
         self.starts: list[int] = []
@@ -92,6 +99,7 @@ class Tracer(Recorder):
         self.sealed = False
         self._refs: dict[weakref.ref[Any], Any] = {}
         self.lingering = Lingering()
+        self.numbers = SavedNumbers()
         self.gathered: dict[int, tuple[int, Any]] = {}  # storages of sharded parameters that are there: their numbers
 
     # ---- operations -----------------------------------------------------------------------------------------
@@ -110,6 +118,8 @@ class Tracer(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         self.lingering.look(self._let_go_of)
+        for saved in self.numbers.over():
+            self._let_go_of(saved)
         frame = self.frame
         index = self.count(op)
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if has_memory(t)))
@@ -128,6 +138,9 @@ class Tracer(Recorder):
         if not results and not writes:
             return out  # asks for a device or a number
         makes = tuple(self._new_memory(t, number, backward) for t in distinct(results) if self._is_new(t))
+        saved = 0 if backward else number_bytes(op, args)
+        if saved:
+            makes = (*makes, self._saved_number(saved, number))
         fresh = [*makes, *(new for _, new in writes)]
         keep = "" if any(self.buffers[b][2] for b in fresh) or backward else self._reason(op, grad, writes)
         flops = flops_of(op, args, kwargs, out)
@@ -221,6 +234,12 @@ class Tracer(Recorder):
         self.storages.append([storage.nbytes(), kind, owner])
         return self._tag(storage, len(self.storages) - 1, maker, hasattr(storage, MADE), watch=True)
 
+    def _saved_number(self, size: int, maker: int) -> int:
+        self.numbers.note(len(self.storages))
+        self.buffers.append([len(self.storages), maker, False])
+        self.storages.append([size, "activation", self.frame.home.path])
+        return len(self.buffers) - 1
+
     def moved(self, mover: object) -> None:
         """Note what was gathered as memory of its own, which is free again when it is given back."""
         there = {t.untyped_storage()._cdata: t.untyped_storage() for t in gathered(mover)}
@@ -253,8 +272,18 @@ class Tracer(Recorder):
         number = self.buffers[old][0]
         self.storages[number][0] = max(self.storages[number][0], storage.nbytes())
         self.buffers.append([number, maker, hasattr(storage, MADE)])
-        setattr(storage, _TRACED, (self, len(self.buffers) - 1))
-        return old, len(self.buffers) - 1
+        new = len(self.buffers) - 1
+        setattr(storage, _TRACED, (self, new))
+        for ref in self.saves_of.pop(old, ()):
+            save = ref()
+            if save is not None and save.moved():
+                self._follow(save, new)
+        return old, new
+
+    def _follow(self, save: TracedSave, buffer: int) -> None:
+        save.buffer = self.saves[save.index] = buffer
+        save.tape_buffer = save.inner.buffer
+        self.saves_of.setdefault(buffer, []).append(weakref.ref(save))
 
     def known_storage(self, tensor: Tensor) -> int | None:
         """The number of ``tensor``'s storage in this trace, if the step touched it."""
@@ -276,6 +305,7 @@ class Tracer(Recorder):
         self.events.append((Event.SAVE, save.index))
         self.outstanding += 1
         self._refs[weakref.ref(save, self._released)] = save.index
+        self.saves_of.setdefault(save.buffer, []).append(weakref.ref(save))
         return save
 
     def _released(self, ref: weakref.ref[Any]) -> None:
@@ -332,6 +362,9 @@ class Tracer(Recorder):
     def rows(self) -> dict[str, Any]:
         """The parts of a StepGraph that were written down."""
         self._refs.clear()
+        self.saves_of.clear()
+        for saved in self.numbers.over():
+            self._let_go_of(saved)
         return {
             "ops": tuple(self.ops),
             "buffers": tuple(Buffer(*row) for row in self.buffers),
