@@ -99,8 +99,8 @@ def _leaves(found: list[tuple[Place, Tensor]]) -> list[Leaf]:
     return [
         (place, tensor.untyped_storage()._cdata, tensor._version, byte_offset(tensor))
         for place, tensor in found
-        if tensor.layout is torch.strided and not tensor.is_inference()
-    ]
+        if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_inference()
+    ]  # a wrapper has no memory to ask for
 
 
 class ScribingRecorder(Recorder):
