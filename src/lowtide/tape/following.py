@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.backwards import backwards
-from lowtide.tape.buffers import Buffer, alias, clone_storage, release_held
+from lowtide.tape.buffers import alias
 from lowtide.tape.library import Shelf, may_take_over
-from lowtide.tape.operators import operator, tensors_at
+from lowtide.tape.onlooking import look_on
 from lowtide.tape.presence import presence
 from lowtide.tape.program import Instance, Program
-from lowtide.tape.recipes import get
 from lowtide.tape.scribing import Scribe, ScribingRecorder
 from lowtide.tape.sites import watch
 from lowtide.tape.tickets import keep, unpack
@@ -40,7 +38,6 @@ from lowtide.tape.transcript import (
     PARAMETER,
     RESULT,
     SEQUENCE,
-    SHOWN_TO_HOOKS,
     SILENT,
     Call,
     Meta,
@@ -52,7 +49,6 @@ from lowtide.tape.transcript import (
     next_node,
     same_call,
     same_constant,
-    step_of,
 )
 from lowtide.tape.transcript import at as item_at
 from lowtide.tape.transforms import pop_hooks, push_hooks
@@ -73,54 +69,6 @@ def _nothing() -> None:
     return None
 
 
-class Onlooker(TorchDispatchMode):
-    """Looks on at the operations below a call whose arguments do not tell all of them.
-
-    Some depend on data, such as lengths in a tensor; some read or write what no function shows, such as a mask.
-    """
-
-    def __init__(self, call: Call, follower: Follower) -> None:
-        super().__init__()
-        self.call = call
-        self.follower = follower
-        self.nth = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in TapeMode
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        if self.nth != len(self.call.operations):
-            self.follower.nth = -1
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        op = operator(func)
-        if op.name not in SHOWN_TO_HOOKS:
-            nth, known = self.nth, self.call.operations
-            self.nth += 1
-            if nth >= len(known) or known[nth] != step_of(func, args, kwargs):
-                self.follower.nth = -1  # nothing that is saved from here on is as it was
-            if op.writes or op.undeclared:
-                for tensor in tensors_at((*op.writes, *op.undeclared), args, kwargs):
-                    release_held(tensor.untyped_storage(), tensor)
-            if self.follower.nth >= 0:
-                self._catch(self.call.catches.get(nth, ()), args, kwargs)
-        return func(*args, **kwargs)
-
-    def _catch(self, catches: Any, args: Any, kwargs: Any) -> None:
-        instance: Any = self.follower.instance  # there is one in a call
-        for position, slot, offset, copy in catches:
-            tensor = get(args, kwargs, position)
-            if copy:
-                instance.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
-            else:
-                instance.hold(slot, tensor, offset)
-
-
 class Follower(TorchFunctionMode):
     """Takes one step along a known program, and hands over to a recorder where the step leaves it."""
 
@@ -133,8 +81,7 @@ class Follower(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.shelf = shelf
-        self.recorder = recorder  # takes over where the step is not known
-        self.begin, self.end = begin, end
+        self.recorder, self.begin, self.end = recorder, begin, end  # takes over where the step is not known
         self.recording = False
         self.entered = False
         self.scribe: Scribe | None = None
@@ -192,9 +139,7 @@ class Follower(TorchFunctionMode):
         self.instance = None  # autograd's graph holds the hooks, and with them this
         if self.program is not None:
             self.program.followed += 1
-            notes = self.recorder.ledger.notes
-            for row, count in self.program.notes.items():
-                notes[row] = notes.get(row, 0) + count
+            self.recorder.ledger.add(self.program.notes)
 
     def _let_go(self) -> None:
         backwards.unwrap(self.step_aside)
@@ -245,14 +190,11 @@ class Follower(TorchFunctionMode):
         self.recording = True
         if learn:
             self.recorder.learned = self._learn
-            self.recorder.noted = dict(self.recorder.ledger.notes)
             self.scribe = Scribe(self.recorder, self.shelf.flaw_of) if self.shelf.writes else None
         self.begin(self.recorder)
 
     def _learn(self) -> None:
-        before, after = self.recorder.noted, self.recorder.ledger.notes
-        notes = {row: count - before.get(row, 0) for row, count in after.items() if count != before.get(row, 0)}
-        self.found = self.shelf.learn(self.recorder, self.scribe, notes)
+        self.found = self.shelf.learn(self.recorder, self.scribe, self.recorder.own_notes())
 
     # ---- calls ----------------------------------------------------------------------------------------------
 
@@ -396,11 +338,7 @@ class Follower(TorchFunctionMode):
         self.lost = True  # unless all goes well
         self.nodes = before = next_node()
         try:
-            if call.operations:
-                with Onlooker(call, self):
-                    out = call.func(*args, **kwargs)
-            else:
-                out = call.func(*args, **kwargs)
+            out = look_on(self, call, args, kwargs) if call.operations else call.func(*args, **kwargs)
         finally:
             self.now = None
         if self.nth != len(call.packs) or next_node() - before != call.nodes:

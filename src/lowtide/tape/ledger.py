@@ -50,6 +50,11 @@ class Ledger:
         key = (op.name, home.path, reason)
         self.notes[key] = self.notes.get(key, 0) + 1
 
+    def add(self, notes: dict[tuple[str, str, str], int]) -> None:
+        """Count what is known of a step that is followed."""
+        for key, count in notes.items():
+            self.notes[key] = self.notes.get(key, 0) + count
+
     def warn(self, op: Operator, home: Home, reason: str, text: str, strict: bool) -> None:
         """Warn that an operation turned out not to be safe to recompute, or raise under ``strict``."""
         self.note(op, home, reason)

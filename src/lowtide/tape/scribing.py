@@ -118,7 +118,7 @@ class ScribingRecorder(Recorder):
         self.over = False
         self.counts: dict[str, int] = {}
         self.learned: Callable[[], None] | None = None  # called once, when the program ends
-        self.noted: dict[Any, int] = {}
+        self.noted = dict(self.ledger.notes)  # before this step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.paused:
@@ -209,6 +209,11 @@ class ScribingRecorder(Recorder):
     def use(self, policy: Any) -> Any:
         self.flaw = "another policy came into force inside of the recording"
         return super().use(policy)
+
+    def own_notes(self) -> dict[Any, int]:
+        """What this step added to the notes for the report."""
+        before, after = self.noted, self.ledger.notes
+        return {row: count - before.get(row, 0) for row, count in after.items() if count != before.get(row, 0)}
 
     def finish(self) -> None:
         """The program ends: with the recording, or when backward begins inside of it."""
