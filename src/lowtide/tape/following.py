@@ -88,9 +88,8 @@ class Follower(TorchFunctionMode):
         self.program: Program | None = None
         self.committed = False  # a call read one of the program's parameters: no other model is meant
         self.calls: list[Call] = []
-        self.next = 0
+        self.next = self.nth = 0  # the next call, and what it saves next
         self.now: Call | None = None
-        self.nth = 0
         self.lost = False
         self.over = False  # backward has begun
         self.seen: list[Any] = []
