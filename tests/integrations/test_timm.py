@@ -5,6 +5,7 @@ timm and torchvision come without what they depend on, see `./run integrations`.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -56,3 +57,13 @@ def test_the_switch_is_put_back() -> None:
     assert not model.grad_checkpointing
     undo()
     assert model.grad_checkpointing
+
+
+def test_the_example_trains_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, because torchvision needs help to be imported here."""
+    from examples import with_timm
+
+    start = time.process_time()
+    with_timm.main()
+    assert "the same to the last bit" in capsys.readouterr().out
+    assert time.process_time() - start < 60
