@@ -1,12 +1,16 @@
-"""What the installed packages need so that they can be imported on a CPU build of torch."""
+"""timm and torchvision lie in a folder of their own, see `./run integrations`: make them importable in this process."""
 
 from __future__ import annotations
 
-import importlib.util
+import sys
+from pathlib import Path
 
 import torch
 
-if importlib.util.find_spec("torchvision") is not None:
+VISION = Path(sys.prefix) / "vision"
+
+if VISION.is_dir():
+    sys.path.append(str(VISION))
     # Wheels of torchvision link CUDA; on a CPU build its operators are missing, and importing it looks for two of them.
     _library = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
