@@ -1,14 +1,13 @@
 """What the host adds to operations: Python and autograd in a plain step, the tape in a recorded one.
 
-Small steps of two kinds and two depths are taken plainly and under two policies, in turn, and what their operations
-take by themselves is left out:
+Two small steps of different depth are taken plainly and under two policies, in turn, and what their operations take by
+themselves is left out:
 
     plain             operations + outside
-    one dropped       the same + step + recording x forward + saving x saved
+    one dropped       the same + step + recording x (forward + saved)
     all dropped       the same + tape x (dropped + replayed)
 
-One kind saves little for an operation and the other much, which tells the two costs apart. That is done once a process,
-in a thread of its own: modes, hooks, autocast and profiles belong to threads.
+That is done once a process, in a thread of its own: modes, hooks, autocast and profiles belong to threads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any
@@ -48,9 +47,7 @@ class HostCosts:
     step_seconds: float = 0.0
     """Of a step in which anything is dropped, once."""
     recording_seconds: float = 0.0
-    """Of its forward pass, for each operation or view, whatever is done about it."""
-    saving_seconds: float = 0.0
-    """For each tensor that autograd saves, dropped or not."""
+    """Of its forward pass, for each operation or view and each tensor that is saved, whatever is done about it."""
     tape_seconds: float = 0.0
     """For each operation that is dropped, and again when it is replayed."""
 
@@ -68,68 +65,42 @@ def host_costs() -> HostCosts:
 class Layer(nn.Module):
     """An activation after a matrix product."""
 
-    shape: tuple[int, ...] = (WIDTH, WIDTH)
-
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(self.shape, generator=generator))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Rows of ``WIDTH`` numbers."""
         return F.gelu(F.linear(hidden, self.weight))
 
 
-class Norm(Layer):
-    """One operation that saves four tensors."""
-
-    shape = (WIDTH,)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Rows of ``WIDTH`` numbers."""
-        return F.layer_norm(hidden, (WIDTH,), self.weight)
-
-
 @dataclass(frozen=True)
 class _Costs:
-    """Of a small step: seconds outside of its operations, seconds that policies add, and counts."""
+    """Of a small step: seconds outside of its operations, seconds that policies add, and counts of operations."""
 
     outside: float
     least: float
     most: float
     dispatched: int
-    forward: int
-    saved: int
+    recorded: int
     handled: int
-
-    def __sub__(self, other: _Costs) -> _Costs:
-        return _Costs(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def _measure() -> HostCosts:
-    kinds = [(_costs(kind, LAYERS[0]), _costs(kind, LAYERS[1])) for kind in (Layer, Norm)]
-    few, many = (large - small for small, large in kinds)
-    saving = (many.least * few.forward - few.least * many.forward) / (
-        many.saved * few.forward - few.saved * many.forward
-    )
-    saving = min(max(0.0, saving), few.least / few.saved)
-    recording = max(0.0, (few.least - saving * few.saved) / few.forward)
-    once = [small.least - recording * small.forward - saving * small.saved for small, _ in kinds]
-    return HostCosts(
-        outside_seconds=few.outside / few.dispatched,
-        step_seconds=max(0.0, sum(once) / len(once)),
-        recording_seconds=recording,
-        saving_seconds=saving,
-        tape_seconds=max(0.0, (few.most - few.least) / few.handled),
-    )
+    small, large = map(_costs, LAYERS)
+    outside = (large.outside - small.outside) / (large.dispatched - small.dispatched)
+    recording = max(0.0, (large.least - small.least) / (large.recorded - small.recorded))
+    tape = max(0.0, (large.most - large.least) / large.handled)
+    return HostCosts(outside, max(0.0, small.least - recording * small.recorded), recording, tape)
 
 
 def _drops_one(op: Op) -> bool:
     return op.name != "aten.sum"
 
 
-def _costs(kind: type[Layer], depth: int) -> _Costs:
+def _costs(depth: int) -> _Costs:
     generator = torch.Generator().manual_seed(0)
-    layers = [kind(generator) for _ in range(depth)]
+    layers = [Layer(generator) for _ in range(depth)]
     batch = torch.randn(4, WIDTH, generator=generator)
     calls = [layer.forward if _has_any_global_hook() else layer for layer in layers]  # nobody's hooks see these
 
@@ -148,7 +119,7 @@ def _costs(kind: type[Layer], depth: int) -> _Costs:
 
         return recorded
 
-    graph, tracer = _traced(forward)
+    graph, dispatched = _traced(forward)
     count = sum(not op.backward for op in graph.ops)
     every = simulate(graph, frozenset(range(count)))
     plain, least, most = _in_turn(forward, under(as_policy(_drops_one)), under(recompute_all))
@@ -156,14 +127,13 @@ def _costs(kind: type[Layer], depth: int) -> _Costs:
         outside=plain - graph.seconds,
         least=least - plain,
         most=most - plain - every.recompute_seconds,
-        dispatched=sum(tracer.dispatched),
-        forward=tracer.dispatched[0],
-        saved=len(graph.saves),
+        dispatched=sum(dispatched),
+        recorded=dispatched[0] + len(graph.saves),
         handled=count + len(every.replays),
     )
 
 
-def _traced(forward: Callable[[], Tensor]) -> tuple[StepGraph, Tracer]:
+def _traced(forward: Callable[[], Tensor]) -> tuple[StepGraph, list[int]]:
     tracer = Tracer(repeats=5)
     begin(tracer)
     try:
@@ -172,7 +142,7 @@ def _traced(forward: Callable[[], Tensor]) -> tuple[StepGraph, Tracer]:
         end(tracer)
     with tracer:
         _backward(loss)
-    return StepGraph(**tracer.rows()), tracer
+    return StepGraph(**tracer.rows()), tracer.dispatched
 
 
 def _in_turn(*forwards: Callable[[], Tensor]) -> list[float]:

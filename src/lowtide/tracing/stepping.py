@@ -114,9 +114,7 @@ def graph_of(
         workspaces=tracer.workspaces,
         torch_version=torch.__version__,
         host_seconds=host.tape_seconds,
-        recording_seconds=host.step_seconds
-        + host.recording_seconds * tracer.dispatched[0]
-        + host.saving_seconds * len(tracer.saves),
+        recording_seconds=host.step_seconds + host.recording_seconds * (tracer.dispatched[0] + len(tracer.saves)),
         outside_seconds=_outside(tracer, host.outside_seconds, plain_seconds),
     )
 
