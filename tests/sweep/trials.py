@@ -20,7 +20,7 @@ import lowtide
 from fuzz.recorders import Bystander
 from fuzz.shrinking import minimise
 from harness import Case, MakeContext, Observation, assert_same, observe
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, RootChanged
 from lowtide.tape import library
 
 from .subjects import subjects, under_autocast
@@ -237,9 +237,13 @@ def contexts(policy: Any, setting: Setting, make: MakeRecording) -> MakeContext:
 
 
 def told_apart(case: Case, plain: Observation, recorded: Observation) -> tuple[Outcome, str]:
-    """Compare all that can be seen; an honest refusal passes where the case allows one."""
+    """Compare all that can be seen; an honest refusal passes where the case allows one.
+
+    So does it where plain PyTorch saves what autocast made of a weight that is changed, and not the weight itself.
+    """
     error = recorded.error
-    if case.may_refuse and error is not None:
+    cast = case.fails and plain.error is None and isinstance(error, RootChanged)
+    if (case.may_refuse or cast) and error is not None:
         return ("refused", "") if isinstance(error, LowtideError) else ("fails", f"raises {error!r}")
     if plain.error is not None and error is not None and not isinstance(error, RuntimeError):
         return "fails", f"raises {error!r} in place of {plain.error!r}"
