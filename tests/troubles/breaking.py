@@ -197,18 +197,18 @@ def backward_again(step: Step, loss: Tensor, wanted: object) -> None:
 
 
 @contextlib.contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Press Ctrl-C after so much of the process's CPU time: SIGINT, whose handler runs wherever the main thread is."""
+def interrupted_after(seconds: float, number: int = signal.SIGINT) -> Iterator[None]:
+    """Send a signal after so much of the process's CPU time: its handler raises wherever the main thread is."""
 
     def press(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     assert threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, press), signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGVTALRM, press), signal.signal(number, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        signal.signal(number, before[1])

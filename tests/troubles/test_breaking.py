@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import lowtide
 from harness import Case, assert_same, attached, observe
+from lowtide.tape.interrupts import HeldBack
 from troubles.breaking import ERRORS, Breaking, Injected, Step, break_at, interrupted_after, operations, run
 from zoo import CASES
 
@@ -157,10 +159,10 @@ def swallowed() -> Iterator[list[tuple[type[BaseException], str]]]:
         sys.unraisablehook = before
 
 
-def interrupt_at_random(count: int, seed: int) -> Counter[str]:
+def interrupt_at_random(count: int, seed: int, number: int = signal.SIGINT) -> Counter[str]:
     """Steps interrupted by real signals wherever they are; after each, a step of a fresh recording is exact."""
     with swallowed() as lost:
-        seen = _interrupt_at_random(count, seed)
+        seen = _interrupt_at_random(count, seed, number)
     assert {kind for kind, _ in lost} <= {KeyboardInterrupt}
     assert not any("lowtide" in where for _, where in lost)
     assert len(lost) <= max(2, 0.02 * count), lost
@@ -168,14 +170,14 @@ def interrupt_at_random(count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def _interrupt_at_random(count: int, seed: int) -> Counter[str]:
+def _interrupt_at_random(count: int, seed: int, number: int) -> Counter[str]:
     draw, seen = random.Random(seed), Counter[str]()
     plain = Step.build()
     wanted = run(plain, contextlib.nullcontext())
     for _ in range(count):
         step, recording = Step.build(), lowtide.record(lowtide.policies.recompute_all)
         try:
-            with interrupted_after(draw.uniform(0.0005, 0.03)):
+            with interrupted_after(draw.uniform(0.0005, 0.03), number):
                 run(step, recording)
             seen["whole"] += 1
         except KeyboardInterrupt:
@@ -188,8 +190,39 @@ def _interrupt_at_random(count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def test_real_signals_anywhere() -> None:
-    assert interrupt_at_random(25, seed=1)["interrupted"] > 5
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_real_signals_anywhere(number: int) -> None:
+    assert interrupt_at_random(25, 1, number)["interrupted"] > 5
+
+
+def test_signals_that_were_held_back_are_handed_on_in_order() -> None:
+    seen: list[str] = []
+
+    def late(*_: object) -> None:
+        seen.append("late")
+        raise TimeoutError
+
+    def ended(*_: object) -> None:
+        seen.append("ended")
+        raise SystemExit
+
+    def section() -> None:
+        with HeldBack():
+            for number in handlers:
+                signal.raise_signal(number)
+            seen.append("the section ends")
+
+    handlers = {signal.SIGALRM: late, signal.SIGTERM: ended, signal.SIGUSR2: lambda *_: seen.append("noted")}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with pytest.raises(SystemExit) as raised:
+            section()
+        assert isinstance(raised.value.__context__, TimeoutError)
+        assert seen == ["the section ends", "late", "ended", "noted"]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Ctrl-C waits while a recording begins or ends, so that nothing stays half attached.
+"""Signals wait while a recording begins or ends, so that nothing stays half attached.
 
     SIGINT ─▶ noted ─▶ (the section ends) ─▶ handed to the handler that was there: KeyboardInterrupt, usually
 
-Only the main thread runs Python's signal handlers. Elsewhere nothing is done, nor under handlers that are not Python's.
+So do those by which programs end a run, or a scheduler or a time limit does: their handlers may raise as well. Only the
+main thread runs Python's signal handlers. Elsewhere nothing is done, nor under handlers that are not Python's.
 """
 
 from __future__ import annotations
@@ -12,33 +13,61 @@ import _signal  # type: ignore[import-not-found]
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _main = threading.main_thread
 
 
+Handler = Callable[[int, Any], Any]
+_SIGNALS = tuple(
+    number
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
+    if (number := getattr(_signal, name, None)) is not None
+)
+
+
 class HeldBack:
-    """A context manager that holds back SIGINT until it is left."""
+    """A context manager that holds back signals until it is left."""
 
     __slots__ = ("before", "noted")
 
     def __enter__(self) -> None:
-        self.before: Any = None
-        self.noted = False
+        self.before: list[tuple[int, Handler]] = []  # handlers to put back
+        self.noted: list[tuple[int, Handler]] = []
         if threading.get_ident() == _main().ident:
-            before = _signal.getsignal(_signal.SIGINT)
-            if callable(before):
-                self.before = before
-                _signal.signal(_signal.SIGINT, self._note)
+            try:
+                for number in _SIGNALS:
+                    handler = _signal.getsignal(number)
+                    if callable(handler):
+                        self.before.append((number, handler))
+                        _signal.signal(number, partial(self._note, handler))
+            except BaseException:  # by one that is not held back yet
+                self._put_back()
+                raise
 
     def __exit__(self, *exc: object) -> None:
-        if self.before is not None:
-            _signal.signal(_signal.SIGINT, self.before)
-            if self.noted:
-                self.before(_signal.SIGINT, sys._getframe(1))
+        try:
+            self._put_back()
+        finally:
+            self._put_back()  # one that was put back may have raised at once
+            self._hand_over()
 
-    def _note(self, *_: object) -> None:
-        self.noted = True
+    def _put_back(self) -> None:
+        while self.before:
+            _signal.signal(*self.before[-1])
+            self.before.pop()
+
+    def _hand_over(self) -> None:
+        while self.noted:
+            number, handler = self.noted.pop(0)
+            try:
+                handler(number, sys._getframe(2))
+            finally:
+                self._hand_over()
+
+    def _note(self, handler: Handler, number: int, _: object) -> None:
+        self.noted.append((number, handler))
 
 
 def without(mode: Any, run: Callable[[], Any]) -> Any:
