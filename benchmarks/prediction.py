@@ -37,7 +37,7 @@ from lowtide.hand import plan_of
 from lowtide.tape.policy import Policy
 
 IN_BFLOAT16 = ["vit", "resnet", "small-gpt", "small-lm", "small-lstm"]
-"""Models whose bytes are measured under bfloat16 autocast too; many CPUs emulate it, ten times slower."""
+"""Models whose bytes are measured under bfloat16 autocast too, unless models are named; many CPUs emulate it slowly."""
 LONG = ["gpt", "lm"]
 """Models of seconds a step; a summary has them in small."""
 SHORT_TURN = 0.1
@@ -220,8 +220,15 @@ def chosen_models(options: argparse.Namespace) -> Iterator[tuple[ZooModel, int]]
     """Make the models, with how many rounds to time, one at a time, so that one lives at a time."""
     for name in options.model or default_models(options.summary):
         yield (ZOO | SMALL)[name]().seeded(), options.rounds
-        if options.bfloat16 and name in IN_BFLOAT16 and not (options.summary and name in ZOO):
+        if name in also_in_bfloat16(options):
             yield (ZOO | SMALL)[name]().in_bfloat16().seeded(), 0
+
+
+def also_in_bfloat16(options: argparse.Namespace) -> list[str]:
+    """The models to measure so: those that were named, else a few."""
+    if not options.bfloat16:
+        return []
+    return options.model or [name for name in IN_BFLOAT16 if name in SMALL or not options.summary]
 
 
 def default_models(short: bool) -> list[str]:
