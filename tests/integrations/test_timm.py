@@ -1,12 +1,14 @@
 """timm's models in a plain loop: the same bits, statistics of batch norms that move once, its own switch taken over.
 
-timm and torchvision come without what they depend on, see `./run integrations`.
+timm and torchvision lie in a folder of their own, see `./run integrations`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,15 @@ from torch import Tensor
 
 import lowtide
 
+VISION = str(Path(sys.prefix) / "vision")
+
+# Wheels of torchvision link CUDA; on a CPU build its operators are missing, and importing it looks for two of them.
+library = torch.library.Library("torchvision", "DEF")
+for _name in ("nms", "qnms"):
+    library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+sys.path.append(VISION)
 timm = pytest.importorskip("timm")
+sys.path.remove(VISION)  # other processes that are started here must not find torchvision
 
 from lowtide.integrations.timm import Lowtide, take_over  # noqa: E402
 
