@@ -25,6 +25,8 @@ from .rules import RULES
 MODE_DEPENDENT = {
     "eigvalsh": "without grad, computes eigenvectors too, by another algorithm, if any dispatch mode is on",
     'torch.autocast("cpu", dtype=torch.bfloat16)': "casts what a kernel calls only where no dispatch mode is on",
+    "prod": "its derivative takes another formula",
+    "cumprod": "its derivative takes another formula",
     "torch.inference_mode()": "its views and writes no longer tell the tensors they share memory with",
 }
 """What gives other results in torch 2.13 as soon as any dispatch mode is on: rules and scopes."""
@@ -184,7 +186,7 @@ def writes_unseen(program: Program) -> bool:
 
     Written past a version counter, plain PyTorch silently computes with what was written.
     """
-    if any(instruction.writes_hidden for instruction in program.body):
+    if any(i.writes_hidden or i.rule == "leaf grad use" for i in program.body):  # the backward pass adds to gradients
         return True
     recorded = False
     for instruction in program.body:

@@ -12,6 +12,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.tape.backwards import backwards
+from lowtide.tape.interrupts import without
+
 from .programs import Decisions, Setting
 
 
@@ -89,7 +92,21 @@ def copying_recorder(setting: Setting) -> Recorder:
 
 
 class Bystander(TorchDispatchMode):
-    """Run every op as it is."""
+    """Run every op as it is; step aside for backward passes as a recorder does."""
+
+    def __enter__(self) -> Bystander:
+        backwards.wrap(self.step_aside)
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        backwards.unwrap(self.step_aside)
+
+    def step_aside(self, creates_graph: bool, run: Callable[[], Any]) -> Any:
+        """Run a backward pass that begins inside, without looking on unless it makes a graph."""
+        depth = torch._C._len_torch_dispatch_stack()
+        on_top = depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is self
+        return without(self, run) if on_top and not creates_graph else run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -242,3 +244,44 @@ def test_relative_a_switch_of_the_training_flag_inside_the_region() -> None:
         return out, grads(model, x), model.training
 
     exact(program, ours)
+
+
+# ---- found by the fuzzer ------------------------------------------------------------------------------------
+
+
+def test_detaching_in_inference_mode_writes_nothing() -> None:
+    def step(context: Any) -> Tensor:
+        rows = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        with context:
+            turned = rows.mT.contiguous()
+            out = turned.sin()
+            with torch.inference_mode():
+                turned.detach_()
+        del turned
+        out.square().sum().backward()
+        assert rows.grad is not None
+        return rows.grad
+
+    assert torch.equal(step(nullcontext()), step(lowtide.record(lowtide.policies.recompute_all)))
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_gradient_that_the_forward_pass_reads_is_refused_and_a_copy_is_not(copy: bool) -> None:
+    """Backward adds to the gradient, perhaps before what was computed from it is computed again."""
+
+    def steps(context: Any) -> list[Tensor | None]:
+        one, two = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+        for _ in range(3):
+            with context:
+                scale = 1.0 if one.grad is None else (one.grad.clone() if copy else one.grad).sum()
+                scaled = two * scale
+                loss = one.sum() + scaled.sum()
+            loss.backward()
+        return [one.grad, two.grad]
+
+    plain, recording = steps(nullcontext()), lowtide.record(lambda op: op.name != "aten.sum")
+    if copy:
+        assert all(map(torch.equal, plain, steps(recording)))
+    else:
+        with pytest.raises(RootChanged, match="modified in place between forward and backward"):
+            steps(recording)

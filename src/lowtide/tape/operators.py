@@ -74,6 +74,8 @@ class Operator:
         )
         # The schema calls _unsafe_view's result a new tensor, but it shares memory; prim only asks questions.
         self.view = self.view or short == "_unsafe_view" or namespace in ("prim", "profiler")
+        if short == "detach_":  # writes nothing: seen in inference mode, elsewhere autograd does it
+            self.writes, self.view = (), True
         if namespace not in _KNOWN_NAMESPACES:
             self.keep = _REASONS.get(namespace, "a custom operator not declared recomputable")
         elif short in _PARTLY_WRITTEN:
