@@ -276,6 +276,7 @@ def test_a_gradient_that_the_forward_pass_reads_is_refused_and_a_copy_is_not(cop
                 scale = 1.0 if one.grad is None else (one.grad.clone() if copy else one.grad).sum()
                 scaled = two * scale
                 loss = one.sum() + scaled.sum()
+            del scale  # else the tensor itself is still there
             loss.backward()
         return [one.grad, two.grad]
 
