@@ -52,14 +52,11 @@ def recording(scopes: tuple[str, ...]) -> bool:
 
 
 def hides_writes(body: Sequence[Instruction]) -> bool:
-    """Say whether something may be written that neither a version counter nor the same recording shows."""
-    hidden = before = False
-    stretches = 0
+    """Say whether something may be written that neither a version counter nor a recording shows."""
+    hidden = False
     for instruction in body:
         hidden = hidden or instruction.writes_hidden
-        stretches += instruction.recorded and not before
-        before = instruction.recorded
-        if hidden and RULES[instruction.rule].risky and (stretches > 1 or not instruction.recorded):
+        if hidden and RULES[instruction.rule].risky and not instruction.recorded:
             return True
         if instruction.rule == "batch_norm" and not instruction.recorded:
             return True  # its statistics have no versions

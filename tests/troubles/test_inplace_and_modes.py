@@ -286,3 +286,38 @@ def test_a_gradient_that_the_forward_pass_reads_is_refused_and_a_copy_is_not(cop
     else:
         with pytest.raises(RootChanged, match="modified in place between forward and backward"):
             steps(recording)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "past the counter": lambda made: made.data.mul_(2.0),
+    "a part of it": lambda made: made.data[:1].fill_(0.25),
+    "counted": lambda made: made.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("number", [1, 8], ids=["recorded", "followed"])
+@pytest.mark.parametrize("write", WRITES)
+def test_another_recording_writes_what_the_first_dropped(write: str, number: int) -> None:
+    """Plain autograd uses the new contents, or refuses: so does a ticket, though its recording is over."""
+
+    def step(first: Any, second: Any) -> Tensor:
+        rows = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        with first:
+            made = rows.softmax(-1)
+        with second:
+            WRITES[write](made)
+            loss = (made * 3.0).sum()
+        del made
+        loss.backward()
+        assert rows.grad is not None
+        return rows.grad
+
+    recordings = [lowtide.record(lowtide.policies.recompute_all) for _ in range(2)]
+    for _ in range(number):
+        if write == "counted":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step(nullcontext(), nullcontext())
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step(*recordings)
+        else:
+            assert torch.equal(step(nullcontext(), nullcontext()), step(*recordings))

@@ -6,6 +6,7 @@ for the old one.
 
     storage ──MADE──▶ Buffer (dropped: knows its recipe, holds no memory)
     storage ──HELD──▶ [weak] Buffer (held: an alias of memory that some recipe reads)
+    storage ──SAVED─▶ Save (a recording that is over dropped what autograd saved of it, and it lives on)
 
 A storage without either attribute is memory whose contents are simply there: parameters, inputs, kept results.
 """
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MADE = "_lowtide_made"
 HELD = "_lowtide_held"
+SAVED = "_lowtide_saved"
 _SNAPSHOT = "_lowtide_snapshot"
 INTERRUPTED = "a recomputation was interrupted halfway and cannot be resumed; run the step again"
 
@@ -263,12 +265,16 @@ def _bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def release_held(storage: torch.UntypedStorage, written: Tensor) -> None:
+def release_held(storage: torch.UntypedStorage, written: Tensor, *, declared: bool = True) -> None:
     """Copy what recipes hold of ``storage``, which is about to be overwritten through ``written``.
+
+    Tickets of recordings that are over hear of it too, if autograd counts a version (``declared``) or not.
 
     A trainable leaf whose version does not move in the end (sharded parameters that are gathered again into the
     same memory put it back) is read live; for it the copy is only the second choice.
     """
+    if hasattr(storage, SAVED):
+        _tell_saves(storage, written, declared)
     held: list[weakref.ref[Buffer]] | None = getattr(storage, HELD, None)
     if held is None:
         return
@@ -288,6 +294,16 @@ def release_held(storage: torch.UntypedStorage, written: Tensor) -> None:
             buffer.version = None
     if not leaf:
         delattr(storage, HELD)
+
+
+def _tell_saves(storage: torch.UntypedStorage, written: Tensor, declared: bool) -> None:
+    held: Buffer | None = None
+    for save in getattr(storage, SAVED):
+        if declared and not save.stale:
+            save.written_through(written)
+        if not save.stale:
+            held = held or Buffer(None, alias(written))
+            save.move(held)
 
 
 def find(tensor: Tensor) -> Buffer:

@@ -149,7 +149,7 @@ class Follower(TorchFunctionMode):
 
     def _close(self) -> None:
         if self.instance is not None:
-            self.instance.open = False
+            self.instance.close()
 
     def _closed(self, module: Module, _: Any) -> None:
         while self.open and self.open.pop() is not module:

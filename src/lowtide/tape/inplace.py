@@ -63,7 +63,7 @@ def write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[
 def _write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = targets_of(recorder, op, args, kwargs)
     for target in targets.values():
-        release_held(target.storage, target.tensor)
+        release_held(target.storage, target.tensor, declared=target.declared)
     depth = _depth(recorder, op, targets)
     if depth < 0:
         for target in targets.values():

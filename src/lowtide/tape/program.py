@@ -22,6 +22,7 @@ from lowtide.errors import ReplayMismatch
 from lowtide.tape import randomness
 from lowtide.tape.buffers import (
     MADE,
+    SAVED,
     Buffer,
     Layout,
     clone_storage,
@@ -238,6 +239,19 @@ class Instance:
         if call.draws:
             self.states[nth] = randomness.states_of(call.draws)
 
+    def close(self) -> None:
+        """The step goes on no more; what it dropped and others still hold may be written."""
+        if not self.open:
+            return
+        self.open = False
+        for ref in self.tickets:
+            ticket = ref()
+            storage = None if ticket is None else ticket.storage()
+            if ticket is not None and storage is not None:
+                ticket.save = Save(ticket.origin, ticket.version, ticket)
+                others = [save for save in getattr(storage, SAVED, ()) if save.ticket() is not None]
+                setattr(storage, SAVED, [*others, ticket.save])
+
     def ticket(self, slot: int, layout: Layout, tensor: Tensor) -> LateTicket:
         """A ticket for ``tensor``, which is what ``slot`` holds."""
         ticket = LateTicket(self, slot, layout, tensor)
@@ -329,10 +343,8 @@ class Instance:
         for ticket in tickets:
             if ticket.slot not in buffers:
                 raise ReplayMismatch("a step ended halfway and its activations cannot be recomputed; run it again")
-            ticket.buffer = buffers[ticket.slot]
-            ticket.layout = shifted(ticket.layout, self.shifts.get(ticket.slot, 0))
-            ticket.save = Save(ticket.origin, ticket.version, ticket)
-            ticket.instance = None
+            ticket.save = ticket.save or Save(ticket.origin, ticket.version, ticket)
+            ticket.move(buffers[ticket.slot])
         self.tickets = []
         if not self.open:
             self.roots, self.states = {}, {}
@@ -360,9 +372,16 @@ class LateTicket(Ticket):
         self.instance: Instance | None = instance
         self.slot = slot
 
+    def move(self, buffer: Buffer) -> None:
+        """Stand for ``buffer`` from now on, and for no slot."""
+        if self.instance is not None:
+            self.layout = shifted(self.layout, self.instance.shifts.get(self.slot, 0))
+            self.instance = None
+        super().move(buffer)
+
     def redeem(self) -> Tensor:
         instance = self.instance
-        if instance is not None:
+        if instance is not None and (self.save is None or not self.save.stale):
             value = still_there(self.origin, self.version, self.layout)
             if value is None:
                 value = instance.contents(self)

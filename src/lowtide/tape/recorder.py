@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.tape import inplace, proof, randomness
-from lowtide.tape.buffers import HELD, MADE, Buffer, current, dispatches, expose, find, layout_of, rare
+from lowtide.tape.buffers import HELD, MADE, SAVED, Buffer, current, dispatches, expose, find, layout_of, rare
 from lowtide.tape.functions import APPLY, runs_trusted, trusted_codes, trusts
 from lowtide.tape.interrupts import without
 from lowtide.tape.operators import Operator, argument, operator, tensors_at, tensors_in
@@ -360,8 +360,11 @@ class Recorder(TapeMode):
         self.settle()
         for ref in self.made:
             storage = ref()
-            if storage is not None and hasattr(storage, MADE):
+            buffer: Buffer | None = getattr(storage, MADE, None) if storage is not None else None
+            if storage is not None and buffer is not None:
                 delattr(storage, MADE)
+                if buffer.saves:
+                    setattr(storage, SAVED, buffer.saves)
         self.made.clear()
 
 

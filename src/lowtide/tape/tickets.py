@@ -39,7 +39,7 @@ class Save:
         """Let its ticket stand for a later version: what was saved is what its memory holds now."""
         ticket = self.ticket()
         if ticket is not None:
-            ticket.buffer = buffer
+            ticket.move(buffer)
 
     def written_through(self, written: Tensor) -> None:
         """Note that its memory was written through ``written``.
@@ -84,6 +84,10 @@ class Ticket:
         self.buffer = buffer
         self.layout = layout
         self.save = save
+
+    def move(self, buffer: Buffer) -> None:
+        """Stand for ``buffer`` from now on."""
+        self.buffer = buffer
 
     def redeem(self) -> Tensor:
         """The tensor's contents: the tensor itself if the program still holds it, else made again."""
