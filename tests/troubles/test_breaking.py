@@ -177,7 +177,7 @@ def _interrupt_at_random(count: int, seed: int, number: int) -> Counter[str]:
     for _ in range(count):
         step, recording = Step.build(), lowtide.record(lowtide.policies.recompute_all)
         try:
-            with interrupted_after(draw.uniform(0.0005, 0.03), number):
+            with interrupted_after(draw.uniform(0.0005, 0.015), number):  # half of a step, or a little more
                 run(step, recording)
             seen["whole"] += 1
         except KeyboardInterrupt:
@@ -228,7 +228,7 @@ def test_signals_that_were_held_back_are_handed_on_in_order() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_real_signals_anywhere() -> None:
-    assert interrupt_at_random(1500, seed=2)["interrupted"] > 250  # the others ended before
+    assert interrupt_at_random(1500, seed=2)["interrupted"] > 500
 
 
 # ---- other ways in, other programs ----------------------------------------------------------------------------
