@@ -260,7 +260,20 @@ def test_an_attached_model_broken_at_some_operations(how: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(wanted, step(), strict=True))
 
 
-BREAKABLE = [case for case in CASES if not (case.fails or case.may_refuse)]
+@contextlib.contextmanager
+def survived(breaking: Breaking) -> Iterator[None]:
+    """Swallow what was raised, or what the program made of it: torch.jit.trace raises an error of its own."""
+    try:
+        with breaking:
+            yield
+    except Exception:
+        if breaking.raised is None:
+            raise
+
+
+COMPILED = "contexts-higher_order_operator"
+"""Compiles, which other dispatch modes than lowtide's forbid."""
+BREAKABLE = [case for case in CASES if not (case.fails or case.may_refuse or str(case) == COMPILED)]
 
 
 @pytest.mark.slow
@@ -274,7 +287,7 @@ def test_a_hazard_of_the_zoo_broken_at_some_operations(case: Case) -> None:
         with Breaking(-1, Injected) as counter:
             observe(case, lambda: lowtide.record(lowtide.policies.recompute_all), backward_inside=inside)
         for _ in range(2):
-            with contextlib.suppress(Injected), Breaking(draw.randrange(1, counter.seen + 1), Injected):
+            with survived(Breaking(draw.randrange(1, counter.seen + 1), Injected)):
                 observe(case, lambda recording=recording: recording, backward_inside=inside)  # type: ignore[misc]
             assert attached() == (0, 0, False)
             assert_same(plain, observe(case, contextlib.nullcontext))  # the program itself survives it
