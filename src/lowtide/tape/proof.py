@@ -146,12 +146,9 @@ def run_write(
             inplace.overwrite(target, None)
         return out
     buffers = inplace.commit(recorder, recipe, targets, out)
-    storages = {id(target.storage): target.storage for target in targets.values()}
-    storages |= {id(t.untyped_storage()): t.untyped_storage() for t in results_of(out)}
-    for storage in storages.values():
-        buffer = getattr(storage, MADE, None)
-        if buffer is not None and any(buffer is known for known in buffers):
-            _stamp(buffer, storage, site)
+    wholes = [target.tensor if target.tensor._base is None else target.tensor._base for target in targets.values()]
+    for buffer, storage in _pairs(buffers, [*wholes, *results_of(out)]):
+        _stamp(buffer, storage, site)
     return out
 
 
