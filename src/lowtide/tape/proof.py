@@ -147,8 +147,13 @@ def run_write(
         return out
     buffers = inplace.commit(recorder, recipe, targets, out)
     wholes = [target.tensor if target.tensor._base is None else target.tensor._base for target in targets.values()]
-    for buffer, storage in _pairs(buffers, [*wholes, *results_of(out)]):
-        _stamp(buffer, storage, site)
+    storages = {id(buffer): storage for buffer, storage in _pairs(buffers, [*wholes, *results_of(out)])}
+    for target in targets.values():  # a part of what was whole: chunks have no base
+        if target.old is not None and target.old.rare is not None and target.old.rare.print is not None:
+            storages[id(getattr(target.storage, MADE, None))] = target.storage
+    for buffer in buffers:
+        if id(buffer) in storages:
+            _stamp(buffer, storages[id(buffer)], site)
     return out
 
 
