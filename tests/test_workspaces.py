@@ -14,6 +14,7 @@ from benchmarks.memory import measure_memory
 from graphs import Sketch
 from lowtide.graph import Event, StepGraph
 from lowtide.simulation import simulate
+from lowtide.tape.bits import bytes_of
 from lowtide.tracing import kernels
 from lowtide.tracing.workspaces import run_measured
 from tiny import TINY
@@ -166,20 +167,31 @@ def test_a_recipe_holds_the_random_state_that_it_needs() -> None:
 
 
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_the_random_state_of_an_operation_is_known(fake: bool) -> None:
+def test_what_a_recipe_holds_of_chance_is_known(fake: bool) -> None:
     graph = TINY["perceptron"]().trace(fake=fake)
-    assert {op.state_bytes for op in graph.ops if op.name.startswith("aten.bernoulli_")} == {STATE}
-    assert {op.state_bytes for op in graph.ops if not op.name.startswith("aten.bernoulli_")} == {0}
+    draws = [op for op in graph.ops if op.name.startswith("aten.bernoulli_")]
+    sizes = [graph.storages[graph.buffers[op.writes[0][1]].storage].bytes for op in draws]
+    assert [op.state_bytes for op in draws] == [bytes_of(size // 4) for size in sizes]
+    assert {op.state_bytes for op in graph.ops if op not in draws} == {0}
+
+    noise = lowtide.trace(lambda: (torch.randn(8) * torch.ones(8, requires_grad=True)).exp().sum(), fake=fake)
+    assert [op.state_bytes for op in noise.ops if op.name == "aten.randn.default"] == [STATE]
 
 
-def test_a_graph_of_the_first_schema_has_neither() -> None:
+def test_a_graph_of_an_older_schema_has_none_of_this() -> None:
     graph = TINY["perceptron"]().trace()
     data = graph.to_json()
     old = {key: value for key, value in data.items() if key != "workspaces"}
-    old |= {"schema": 1, "ops": [row[:-2] for row in data["ops"]]}
-    loaded = StepGraph.from_json(old)
+    old |= {"schema": 1, "ops": [row[:-3] for row in data["ops"]]}
     ops = tuple(replace(op, workspace_bytes=0, state_bytes=0) for op in graph.ops)
-    assert loaded == replace(graph, ops=ops, workspaces=False)
+    assert StepGraph.from_json(old) == replace(graph, ops=ops, workspaces=False)
+
+    measured = TINY["perceptron"]().trace(fake=False, repeats=1)
+    old = measured.to_json() | {"schema": 2}
+    old["ops"] = [row[:-1] for row in old["ops"]]
+    ops = tuple(replace(op, replay_seconds=-1.0) for op in measured.ops)
+    assert ops != measured.ops
+    assert StepGraph.from_json(old) == replace(measured, ops=ops)
 
 
 def test_the_memory_table_says_what_a_kernel_takes() -> None:

@@ -72,11 +72,11 @@ class _Watched(SimulatedStep):
         super()._run(index)
 
     def _rerun(self, recipe: int) -> None:
-        self.seconds += self.graph.ops[recipe].seconds
+        self.seconds += self.graph.ops[recipe].again_seconds
         super()._rerun(recipe)
 
     def _pass(self, recipe: int, wanted: set[int]) -> None:
-        self.seconds += self.graph.ops[recipe].seconds
+        self.seconds += self.graph.ops[recipe].again_seconds
         super()._pass(recipe, wanted)
 
     def _rise(self, more: int) -> None:

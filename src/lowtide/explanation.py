@@ -90,7 +90,7 @@ class _Reasons:
         for index, op in self.graph.forward_ops():
             decision, reason = self._decide(index, op)
             size = 0 if decision == FREE else self._bytes(op)
-            yield op.module, short(op.name), decision, reason, size, op.seconds
+            yield op.module, short(op.name), decision, reason, size, op.again_seconds
 
     def _decide(self, index: int, op: Operation) -> tuple[str, str]:
         results = _results(op)
@@ -119,7 +119,7 @@ class _Reasons:
 
     def _price(self, index: int) -> float:
         """Seconds for a byte of what it makes."""
-        return self.graph.ops[index].seconds / max(1, self._made(_results(self.graph.ops[index])))
+        return self.graph.ops[index].again_seconds / max(1, self._made(_results(self.graph.ops[index])))
 
     def _bytes(self, op: Operation) -> int:
         kept = [b for b in _results(op) if b in self.starts and not self.dropped[b]]

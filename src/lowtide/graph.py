@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lowtide.memory_table import MemoryTable
     from lowtide.plan import Plan
 
-SCHEMA = 2
-"""1: without workspaces and random states."""
+SCHEMA = 3
+"""1: without workspaces and random states. 2: without ``replay_seconds``."""
 
 
 class Event(IntEnum):
@@ -69,7 +69,14 @@ class Operation:
     workspace_bytes: int = 0
     """What its kernel takes while it runs, on top of what it makes."""
     state_bytes: int = 0
-    """Random state that its recipe holds."""
+    """What its recipe holds of chance: random state, or what it drew in bits."""
+    replay_seconds: float = -1.0
+    """Of running it again and of what that takes in forward, where known to differ from ``seconds``; else -1."""
+
+    @property
+    def again_seconds(self) -> float:
+        """Seconds of running it again."""
+        return self.seconds if self.replay_seconds < 0 else self.replay_seconds
 
     @property
     def site(self) -> str:

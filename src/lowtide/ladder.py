@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lowtide.agreement import same_for_all
 from lowtide.errors import InfeasibleBudget
-from lowtide.graph import Event, StepGraph
+from lowtide.graph import Event, Operation, StepGraph
 from lowtide.hand import plan_of
 from lowtide.plan import Plan
 from lowtide.planning import Candidate, Planner
@@ -91,8 +91,16 @@ def scaled(graph: StepGraph, fraction: float) -> StepGraph:
         replace(s, bytes=math.ceil(s.bytes * fraction))
         for s in graph.storages
     )  # fmt: skip
-    ops = tuple(replace(op, seconds=op.seconds * fraction) for op in graph.ops)
-    return replace(graph, storages=storages, ops=ops)
+    return replace(graph, storages=storages, ops=tuple(_scaled(op, fraction) for op in graph.ops))
+
+
+def _scaled(op: Operation, fraction: float) -> Operation:
+    return replace(
+        op,
+        seconds=op.seconds * fraction,
+        replay_seconds=op.replay_seconds * fraction if op.replay_seconds > 0 else op.replay_seconds,
+        state_bytes=math.ceil(op.state_bytes * max(1.0, fraction)),  # bits of what was drawn, if not random state
+    )
 
 
 def accumulating(graph: StepGraph) -> StepGraph:

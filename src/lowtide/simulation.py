@@ -78,7 +78,7 @@ def simulate(
     dropped = _dropped(graph, chosen)
     run = SimulatedStep(graph, chosen, dropped)
     run.go(trail)
-    recompute = sum(graph.ops[i].seconds for i in run.replays)
+    recompute = sum(graph.ops[i].again_seconds for i in run.replays)
     tape = graph.host_seconds * (run.recorded + len(run.replays)) + (graph.recording_seconds if run.recorded else 0.0)
     there: tuple[int, ...] = ()
     if trail and live:

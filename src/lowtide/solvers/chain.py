@@ -133,7 +133,7 @@ def _costs(graph: StepGraph, chain: Chain, picks: list[frozenset[int]], timeline
     seconds = [0.0] * count
     firsts = [segment.first for segment in chain.segments]
     for op in timeline.replays:
-        seconds[bisect_right(firsts, op) - 1] += graph.ops[op].seconds + graph.host_seconds
+        seconds[bisect_right(firsts, op) - 1] += graph.ops[op].again_seconds + graph.host_seconds
     if graph.host_seconds:
         chosen = _ops(chain, picks)
         dropped = _dropped(graph, chosen)

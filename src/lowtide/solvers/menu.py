@@ -29,7 +29,7 @@ from lowtide.solvers.segmentation import Chain, Segment, overwritten
 
 def again_seconds(graph: StepGraph, op: int) -> float:
     """What it takes to run ``op`` once more: its own seconds, and the host's for recording it and for replaying it."""
-    return graph.ops[op].seconds + 2 * graph.host_seconds
+    return graph.ops[op].again_seconds + 2 * graph.host_seconds
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class Programme:
     def _seconds(self) -> Terms:
         """Seconds on top of the plain step, less the host's for recording every operation."""
         graph, unit = self.graph, self.second_unit
-        again = {c: (graph.ops[i].seconds + graph.host_seconds) / unit for i, c in self.moments.again.items()}
+        again = {c: (graph.ops[i].again_seconds + graph.host_seconds) / unit for i, c in self.moments.again.items()}
         return again | dict.fromkeys(self.decisions.column.values(), -graph.host_seconds / unit)
 
     # ---- the solver -----------------------------------------------------------------------------------------

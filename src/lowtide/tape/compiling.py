@@ -16,7 +16,7 @@ from lowtide.tape.buffers import Buffer, layout_of
 from lowtide.tape.program import Blueprint, Program
 from lowtide.tape.recipes import FullRecipe, Recipe
 from lowtide.tape.tickets import Kept, Ticket
-from lowtide.tape.transcript import CONSTANT, PARAMETER, Call, Flaw, name_of, tensors_with_places
+from lowtide.tape.transcript import CONSTANT, COPIED, DRAWN, HELD, PARAMETER, Call, Flaw, name_of, tensors_with_places
 from lowtide.tape.transcript import at as item_at
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class _Compilation:
         self.traces: list[Trace] = recorder.traces
         self.starts = [trace.first for trace in self.traces]
         self.private = recorder.private
+        self.draws = recorder.draws
         self.slots: dict[int, int] = {}
         self.buffers: list[Buffer] = []
         self.readers: dict[int, list[Recipe]] = {}
@@ -157,6 +158,11 @@ class _Compilation:
             _, at, place, offset = private
             self.calls[at].copies.append((place, slot, offset))
             return
+        drawn = self.draws.get(id(held))
+        if drawn is not None:
+            _, at, nth = drawn
+            self.calls[at].catches.setdefault(nth, []).append((0, slot, 0, DRAWN))
+            return
         value = held.value
         if value is None:
             raise Flaw("memory that nothing is known of")
@@ -194,7 +200,8 @@ class _Compilation:
         position, _, layout = next(read for read in reader.reads if read[1] is held)
         written = reader.written if isinstance(reader, FullRecipe) and reader.written else {}
         offset = layout[2] * layout[3].itemsize
-        self.calls[at].catches.setdefault(nth, []).append((position, slot, offset, id(held) in written))
+        how = COPIED if id(held) in written else HELD
+        self.calls[at].catches.setdefault(nth, []).append((position, slot, offset, how))
 
     def _pack(self, tensor: Tensor | None, packed: Kept | Ticket, held: Any) -> tuple[int, Any, bool, Any]:
         if isinstance(packed, Ticket):

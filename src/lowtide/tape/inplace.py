@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide.tape import proof
+from lowtide.tape import bits, proof
 from lowtide.tape.buffers import (
     HELD,
     MADE,
@@ -28,6 +28,7 @@ from lowtide.tape.buffers import (
     layout_of,
     rare,
     release_held,
+    shared_layout,
 )
 from lowtide.tape.operators import Operator, tensors_at
 from lowtide.tape.recipes import FullRecipe, capture
@@ -73,6 +74,7 @@ def _write(recorder: Recorder, op: Operator, args: tuple[Any, ...], kwargs: dict
         return proof.run_write(recorder, op, targets, args, kwargs, depth)
     recipe = prepare(recorder, op, targets, args, kwargs, depth)
     out = op.call(*args, **kwargs)
+    remember(recorder, recipe, args)
     commit(recorder, recipe, targets, out)
     return out
 
@@ -156,13 +158,24 @@ def prepare(
         original = originals.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         return recorder.read(tensor) if original is None else original
 
-    drew = (drawn(op, args, kwargs) if op.random else None) or (None, None)
+    drew = (drawn(op, args, kwargs) if op.random and not recorder.packs(op, args) else None) or (None, None)
     recipe = FullRecipe(op, *capture(args, kwargs, read))
     recipe.states, recipe.generators = drew
     recipe.written = steals
     recipe.level = depth
     recipe.needs = needs(recipe, recorder.frame.around)
     return recipe
+
+
+def remember(recorder: Recorder, recipe: FullRecipe, args: tuple[Any, ...]) -> Tensor | None:
+    """Let a recipe that took no random state, though it draws, put its results instead; returns them packed."""
+    if not recipe.op.two_valued or recipe.states is not None or recipe.generators is not None:
+        return None
+    packed = bits.pack(args[0])
+    buffer = Buffer(None, packed)
+    bits.remember(recipe, buffer, shared_layout(packed))
+    recorder.packed(buffer)
+    return packed
 
 
 def commit(recorder: Recorder, recipe: FullRecipe, targets: dict[int, Target], out: Any) -> list[Buffer]:

@@ -37,6 +37,7 @@ class Operator:
         "several",
         "swaps_memory",
         "takes_dtype",
+        "two_valued",
         "undeclared",
         "view",
         "whole",
@@ -54,6 +55,7 @@ class Operator:
         self.chance: int | str | None = None  # where its probability is given: with 0 it draws nothing
         self.takes_dtype = False
         self.lists = False  # writes the items of a list, whose versions no mode lets torch count
+        self.two_valued = False  # draws zeros and ones in place
         self.several = False  # more than one result: a mask beside what it masked
         self.makes_new = True  # some results are memory of their own
         self.view = self.blank = self.random = self.swaps_memory = self.whole = self.safe_on_cpu_only = False
@@ -65,6 +67,7 @@ class Operator:
         self.name, self.overload = f"{namespace}.{short}", func._overloadname
         self._read_schema(func._schema)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.two_valued = short == "bernoulli_"
         self.blank = short in _BLANK
         self.swaps_memory = short in _SWAPS_MEMORY
         self.lists = short.startswith("_foreach_") and bool(self.writes)

@@ -121,6 +121,7 @@ def run_write(
     if not all(_is_real(tensor) for tensor in tensors(args, kwargs)):
         recipe = inplace.prepare(recorder, op, targets, args, kwargs, depth)
         out = op.func(*args, **kwargs)
+        inplace.remember(recorder, recipe, args)
         inplace.commit(recorder, recipe, targets, out)
         return out
     copies = {key: clone_storage(target.tensor) for key, target in targets.items()}
@@ -133,7 +134,8 @@ def run_write(
     out = op.func(*args, **kwargs)
     _pend(recorder, op)
     site = Site(recorder.frame.home, source_line())
-    again = recipe.run(inputs)
+    packed = inplace.remember(recorder, recipe, args)
+    again = recipe.run(inputs if packed is None else [inputs[0], packed])
     same = all(
         fingerprint(copies[key].untyped_storage()) == fingerprint(target.storage) for key, target in targets.items()
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lowtide.tape import inplace, proof, randomness
+from lowtide.tape import bits, inplace, proof, randomness
 from lowtide.tape.buffers import HELD, MADE, SAVED, Buffer, current, dispatches, expose, find, layout_of, rare
 from lowtide.tape.functions import APPLY, runs_trusted, trusted_codes, trusts
 from lowtide.tape.interrupts import without
@@ -190,6 +190,13 @@ class Recorder(TapeMode):
 
     def copied(self, buffer: Buffer, original: Tensor) -> None:
         """``buffer`` is a private copy of ``original``, which is about to be overwritten."""
+
+    def packs(self, op: Operator, args: tuple[Any, ...]) -> bool:
+        """Whether what ``op`` is about to draw is remembered by its results instead of by random state."""
+        return op.two_valued and bits.fits(op, args)
+
+    def packed(self, buffer: Buffer) -> None:
+        """``buffer`` holds what the operation that is running drew."""
 
     def droppable(self, op: Operator, result: Tensor) -> bool:
         """Whether one result may be recomputed; notes why not."""

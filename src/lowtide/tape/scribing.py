@@ -114,6 +114,7 @@ class ScribingRecorder(Recorder):
         self.now: Trace | None = None
         self.casts = False  # the present call runs under autocast
         self.private: dict[int, tuple[Buffer, int, Place, int]] = {}
+        self.draws: dict[int, tuple[Buffer, int, int]] = {}  # what was drawn: in which call and operation
         self.flaw: str | None = None
         self.over = False
         self.counts: dict[str, int] = {}
@@ -206,6 +207,10 @@ class ScribingRecorder(Recorder):
                     self.private[id(buffer)] = (buffer, len(self.traces) - 1, place, offset)
                     return
 
+    def packed(self, buffer: Buffer) -> None:
+        if self.now is not None:
+            self.draws[id(buffer)] = (buffer, len(self.traces) - 1, len(self.now.operations) - 1)
+
     def use(self, policy: Any) -> Any:
         self.flaw = "another policy came into force inside of the recording"
         return super().use(policy)
@@ -224,7 +229,7 @@ class ScribingRecorder(Recorder):
 
     def forget(self) -> None:
         """Let go of what was noted: autograd's graph holds the hooks, and with them this."""
-        self.traces, self.private, self.learned, self.now = [], {}, None, None
+        self.traces, self.private, self.draws, self.learned, self.now = [], {}, {}, None, None
 
     def step_aside(self, creates_graph: bool, run: Any) -> Any:
         if threading.get_ident() == self.thread:

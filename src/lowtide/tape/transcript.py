@@ -27,6 +27,8 @@ Pattern = tuple[int, Any, Any]
 
 RESULT: number, version. AGAIN: number of an EXTERNAL, versions since it was seen first. DATA: class, dtype and shape.
 """
+HELD, COPIED, DRAWN = range(3)
+"""How an operation's argument is taken hold of: as it is, as a copy, or packed when it has been drawn (bits.py)."""
 Place = tuple[Any, ...]
 """Where in (arguments, keyword arguments) or in a result something is: a chain of indices and keywords."""
 
@@ -157,8 +159,8 @@ class Call:
         self.copies: list[tuple[Place, int, int]] = []  # arguments to copy before the call
         self.draws: tuple[torch.device, ...] = ()  # devices whose random state it draws from
         self.writes: tuple[Place, ...] = ()  # arguments that it writes
-        self.catches: dict[int, list[tuple[Position, int, int, bool]]] = {}
-        """By operation below it, arguments to hold: where, slot, offset in bytes, and whether to copy."""
+        self.catches: dict[int, list[tuple[Position, int, int, int]]] = {}
+        """By operation below it, arguments to hold: where, slot, offset in bytes, and how."""
         self.keeps: list[tuple[Place, int, int]] = []  # results to hold: where, slot, offset in bytes
         self.operations: tuple[Step, ...] = ()  # below it, where they are to be compared one by one
         self.packs: list[Any] = []  # see program.py

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.tape import randomness
+from lowtide.tape import bits, randomness
 from lowtide.tape.buffers import clone_storage, layout_of, place
 from lowtide.tape.operators import Operator, tensors_at, tensors_in
 from lowtide.tape.recorder import drawn
@@ -48,6 +48,11 @@ def tried(
         randomness.leave(before)
         for generator, state in generators:
             generator.set_state(state)
+
+
+def packing_seconds(mask: Tensor, repeats: int) -> float:
+    """Seconds of packing what was drawn into ``mask``, and of putting it there again."""
+    return _median_seconds(lambda drawn: bits.put(drawn, bits.pack(drawn)), [torch.zeros_like(mask)], {}, repeats)
 
 
 def _median_seconds(call: Any, args: Any, kwargs: Any, repeats: int) -> float:

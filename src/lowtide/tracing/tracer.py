@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide.graph import Buffer, Call, Event, Operation, Storage
 from lowtide.policies import recompute_all
 from lowtide.structure import repeated_blocks
-from lowtide.tape import proof
+from lowtide.tape import bits, proof
 from lowtide.tape.buffers import MADE
 from lowtide.tape.ledger import Ledger
 from lowtide.tape.operators import Operator, operator, tensors_at, tensors_in
@@ -28,7 +28,7 @@ from lowtide.tape.tickets import Ticket, unpack
 from lowtide.tracing.kernels import bytes_of, flops_of, workspace_of
 from lowtide.tracing.lingering import Lingering
 from lowtide.tracing.numbers import SavedNumbers, number_bytes
-from lowtide.tracing.timing import distinct, has_memory, tried
+from lowtide.tracing.timing import distinct, has_memory, packing_seconds, tried
 from lowtide.tracing.values import KnownValues
 from lowtide.tracing.workspaces import device_of, measurable, run_measured
 
@@ -125,6 +125,9 @@ class Tracer(Recorder):
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if has_memory(t)))
         grad = torch.is_grad_enabled()
         known = self._try(op, args, kwargs) if self.repeats and op.keep is None and not op.swaps_memory else None
+        replay = -1.0
+        if known is not None and not backward and super().packs(op, args):
+            replay = packing_seconds(args[0], self.repeats)
         record = super().__torch_dispatch__
         run = partial(op.call, *args, **kwargs) if self.sealed else partial(record, func, types, args, kwargs)
         if known is not None or self.fakes is not None:
@@ -164,6 +167,7 @@ class Tracer(Recorder):
                 str((results or written)[0].dtype).removeprefix("torch."),
                 workspace,
                 self._state_bytes(op, args, kwargs) if op.random and not backward else 0,
+                replay,
             )
         )
         self.events.append((Event.RUN, number))
@@ -178,7 +182,12 @@ class Tracer(Recorder):
             return "writes memory that is kept"
         return "integer or bool results can decide what comes next"
 
+    def packs(self, op: Operator, args: tuple[Any, ...]) -> bool:
+        return False  # what is traced is replayed on paper
+
     def _state_bytes(self, op: Operator, args: Any, kwargs: Any) -> int:
+        if super().packs(op, args):
+            return bits.bytes_of(args[0].numel())
         default, given = drawn(op, args, kwargs) or ((), ())
         return sum(state.nbytes for *_, state in (*(default or ()), *(given or ())))
 
