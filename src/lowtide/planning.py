@@ -287,7 +287,7 @@ class Planner:
         """The chain's answer for one limit of the ladder, judged."""
         if number not in self._rungs:
             chosen = self.tables.best(self._limit(number))
-            self._rungs[number] = self.plain if chosen is None else self._judge(dict.fromkeys(chosen, 0), "chain")
+            self._rungs[number] = self.plain if chosen is None else self._judge(chosen, "chain")
         return self._rungs[number]
 
     def _limit(self, number: int) -> float:

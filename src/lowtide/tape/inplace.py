@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide.tape import bits, proof
+from lowtide.tape import bits, proof, randomness
 from lowtide.tape.buffers import (
     HELD,
     MADE,
@@ -141,8 +141,6 @@ def prepare(
 
     Memory that is there and about to be overwritten is copied: running statistics are replayed on that copy.
     """
-    from lowtide.tape.recorder import drawn
-
     steals = {}
     originals: dict[int, Buffer] = {}
     for key, target in targets.items():
@@ -158,7 +156,7 @@ def prepare(
         original = originals.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         return recorder.read(tensor) if original is None else original
 
-    drew = (drawn(op, args, kwargs) if op.random and not recorder.packs(op, args) else None) or (None, None)
+    drew = (randomness.drawn(op, args, kwargs) if op.random and not recorder.packs(op, args) else None) or (None, None)
     recipe = FullRecipe(op, *capture(args, kwargs, read))
     recipe.states, recipe.generators = drew
     recipe.written = steals

@@ -77,14 +77,14 @@ def run(recorder: Recorder, op: Operator, args: Any, kwargs: Any, nth: int) -> A
 
     The policy is asked about it if it is the ``nth`` of its kind, not if ``nth`` is -1.
     """
-    from lowtide.tape.recorder import drawn, results_of
+    from lowtide.tape.recorder import results_of
 
     inputs = [tensor for tensor in tensors(args, kwargs) if tensor.layout is torch.strided]
     provable = not op.blank and all(_is_real(tensor) for tensor in inputs)
     for tensor in inputs:
         watch_memory(recorder, tensor)
     before = [fingerprint(tensor.untyped_storage()) for tensor in inputs] if provable else []
-    drew = drawn(op, args, kwargs) if op.random else None
+    drew = randomness.drawn(op, args, kwargs) if op.random else None
     out = op.func(*args, **kwargs)
     results = results_of(out)
     depth = recorder.depth(op, nth, results) if nth >= 0 else recorder.base_depth

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.tape.operators import Operator, argument
+
 State = tuple[torch.device, Tensor]
 
 _CPU = torch.device("cpu")
@@ -54,6 +56,20 @@ def devices_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.devic
             devices |= {item.device for item in value if isinstance(item, Tensor)}
     devices = {device for device in devices if device.type != "meta"}
     return devices or {_CPU}
+
+
+def drawn(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The random state that an operation is about to draw from: default generators, or those it is given."""
+    if op.chance is not None and not argument(op.chance, args, kwargs):
+        return None
+    given = [
+        (where, value, value.get_state())
+        for where, value in (*enumerate(args), *kwargs.items())
+        if isinstance(value, torch.Generator)
+    ]
+    if given:
+        return None, given
+    return states_of(devices_of(args, kwargs)), None
 
 
 def states_of(devices: Iterable[torch.device]) -> tuple[State, ...]:

@@ -24,7 +24,7 @@ from lowtide.tape import bits, inplace, proof, randomness
 from lowtide.tape.buffers import HELD, MADE, SAVED, Buffer, current, dispatches, expose, find, layout_of, rare
 from lowtide.tape.functions import APPLY, runs_trusted, trusted_codes, trusts
 from lowtide.tape.interrupts import without
-from lowtide.tape.operators import Operator, argument, operator, tensors_at, tensors_in
+from lowtide.tape.operators import Operator, operator, tensors_at, tensors_in
 from lowtide.tape.policy import Op, Policy
 from lowtide.tape.recipes import FullRecipe, Recipe, capture
 from lowtide.tape.replay import TapeMode
@@ -106,7 +106,7 @@ class Recorder(TapeMode):
             return op.call(*args, **kwargs) if kwargs else op.call(*args)
         if self.proving and (self.proving_all or op.key not in self.frame.home.proven):
             return proof.run(self, op, args, kwargs or _NONE, nth)
-        drew = drawn(op, args, kwargs or _NONE) if op.random else None
+        drew = randomness.drawn(op, args, kwargs or _NONE) if op.random else None
         out = op.call(*args, **kwargs) if kwargs else op.call(*args)
         depth = self.depth(op, nth, results_of(out)) if nth >= 0 else self.base_depth
         if depth >= 0:
@@ -383,20 +383,6 @@ def _is_plain(kind: type) -> bool:
     if kind not in _plain and (kind.__name__ == "FakeTensor" or not dispatches(kind)):
         _plain.add(kind)
     return kind in _plain
-
-
-def drawn(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The random state that an operation is about to draw from: default generators, or those it is given."""
-    if op.chance is not None and not argument(op.chance, args, kwargs):
-        return None
-    given = [
-        (where, value, value.get_state())
-        for where, value in (*enumerate(args), *kwargs.items())
-        if isinstance(value, torch.Generator)
-    ]
-    if given:
-        return None, given
-    return randomness.states_of(randomness.devices_of(args, kwargs)), None
 
 
 def results_of(out: Any) -> list[Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from lowtide.tape import bits, randomness
 from lowtide.tape.buffers import clone_storage, layout_of, place
 from lowtide.tape.operators import Operator, tensors_at, tensors_in
-from lowtide.tape.recorder import drawn
 from lowtide.tracing.workspaces import device_of
 
 SHORT_SECONDS = 5e-5
@@ -30,7 +29,7 @@ def tried(
 
     What it writes is written on copies, and random state is put back.
     """
-    drew = drawn(op, args, kwargs) if op.random else None
+    drew = randomness.drawn(op, args, kwargs) if op.random else None
     written = distinct(tensors_at((*op.writes, *op.undeclared), args, kwargs))
     shared = Counter(t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if has_memory(t))
     copies = {}

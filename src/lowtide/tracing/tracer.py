@@ -17,11 +17,11 @@ from torch import Tensor
 from lowtide.graph import Buffer, Call, Event, Operation, Storage
 from lowtide.policies import recompute_all
 from lowtide.structure import repeated_blocks
-from lowtide.tape import bits, proof
+from lowtide.tape import bits, proof, randomness
 from lowtide.tape.buffers import MADE
 from lowtide.tape.ledger import Ledger
 from lowtide.tape.operators import Operator, operator, tensors_at, tensors_in
-from lowtide.tape.recorder import Recorder, _is_plain, drawn, results_of
+from lowtide.tape.recorder import Recorder, _is_plain, results_of
 from lowtide.tape.sharding import gathered
 from lowtide.tape.sites import Home
 from lowtide.tape.tickets import Ticket, unpack
@@ -125,9 +125,7 @@ class Tracer(Recorder):
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if has_memory(t)))
         grad = torch.is_grad_enabled()
         known = self._try(op, args, kwargs) if self.repeats and op.keep is None and not op.swaps_memory else None
-        replay = -1.0
-        if known is not None and not backward and super().packs(op, args):
-            replay = packing_seconds(args[0], self.repeats)
+        replay = packing_seconds(args[0], self.repeats) if known and not backward and super().packs(op, args) else -1.0
         record = super().__torch_dispatch__
         run = partial(op.call, *args, **kwargs) if self.sealed else partial(record, func, types, args, kwargs)
         if known is not None or self.fakes is not None:
@@ -188,7 +186,7 @@ class Tracer(Recorder):
     def _state_bytes(self, op: Operator, args: Any, kwargs: Any) -> int:
         if super().packs(op, args):
             return bits.bytes_of(args[0].numel())
-        default, given = drawn(op, args, kwargs) or ((), ())
+        default, given = randomness.drawn(op, args, kwargs) or ((), ())
         return sum(state.nbytes for *_, state in (*(default or ()), *(given or ())))
 
     # ---- memory ---------------------------------------------------------------------------------------------
