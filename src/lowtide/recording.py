@@ -15,7 +15,7 @@ from lowtide.tape.backwards import backwards
 from lowtide.tape.compilation import keep_untraced
 from lowtide.tape.following import Follower
 from lowtide.tape.functions import trusted_codes
-from lowtide.tape.interrupts import HeldBack
+from lowtide.tape.interrupts import HeldBack, Leaving
 from lowtide.tape.ledger import Ledger, Report
 from lowtide.tape.library import Shelf, may_follow, shelf_of
 from lowtide.tape.operators import declare
@@ -85,6 +85,16 @@ def _captured() -> bool:
     return True
 
 
+class _Exit:
+    """How a recording is left."""
+
+    def __get__(self, recording: Recording | None, owner: type[Recording]) -> Any:
+        if recording is None:
+            return owner._leave
+        depth = len(recording._open)
+        return Leaving(recording._leave, lambda: len(recording._open) > depth)
+
+
 class Recording:
     """A context manager that records the forward passes inside it; may be entered once per step, many times."""
 
@@ -116,7 +126,7 @@ class Recording:
                     self._start()
             except BaseException:
                 if len(self._open) > depth:  # it had begun when Ctrl-C was let through
-                    self.__exit__()
+                    self._leave()
                 raise
         return self
 
@@ -149,7 +159,14 @@ class Recording:
         shelf = shelf_of(self.policy, self.names, self.strict, id(place.f_code), place.f_lineno)
         return None if shelf.hopeless else shelf
 
-    def __exit__(self, *exc: object) -> None:
+    if TYPE_CHECKING:
+
+        def __exit__(self, *exc: object) -> None: ...
+
+    else:
+        __exit__ = _Exit()
+
+    def _leave(self, *exc: object) -> None:
         depth = len(self._open)
         try:
             with HeldBack():

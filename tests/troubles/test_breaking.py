@@ -225,6 +225,35 @@ def test_signals_that_were_held_back_are_handed_on_in_order() -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["whole", "raising"])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "inside of itself"])
+def test_an_interruption_before_the_first_instruction_of_the_exit(twice: bool, raises: bool) -> None:
+    """As a signal's handler may raise there; when the exception arrives, nothing is attached any more."""
+    step, recording = Step.build(), lowtide.record(lowtide.policies.recompute_all)
+    due = [True]
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is lowtide.Recording._leave.__code__ and due:
+            due.pop()
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with recording:
+            with recording if twice else contextlib.nullcontext():
+                step.loss()
+            step.loss()
+            if raises:
+                raise ValueError
+    except KeyboardInterrupt:
+        assert attached() == (0, 0, False)
+    finally:
+        sys.settrace(before)
+    assert not due
+    assert run(Step.build(), recording) == run(Step.build(), contextlib.nullcontext())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_real_signals_anywhere() -> None:

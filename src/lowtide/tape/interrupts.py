@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 _main = threading.main_thread
@@ -68,6 +69,25 @@ class HeldBack:
 
     def _note(self, handler: Handler, number: int, _: object) -> None:
         self.noted.append((number, handler))
+
+
+class Leaving:
+    """What a ``with`` statement calls when it is left; ends what is open even if that call was interrupted.
+
+    Python may run a signal's handler, which may raise, before the first instruction of ``__exit__``. The statement has
+    asked for this object before it began, and lets go of it when it is over.
+    """
+
+    __slots__ = ("call", "undone")
+    __call__: Any = property(attrgetter("call"))  # without a reference to itself, which a traceback would keep
+
+    def __init__(self, call: Callable[..., object], undone: Callable[[], bool]) -> None:
+        self.call = call
+        self.undone = undone  # whether what was to be ended is open still
+
+    def __del__(self) -> None:
+        if self.undone():
+            self.call()
 
 
 def without(mode: Any, run: Callable[[], Any]) -> Any:
