@@ -72,6 +72,12 @@ class Dropped(nn.Module):
         elif self.kind == "by hand":
             mask = torch.empty_like(hidden).bernoulli_(0.7)
             hidden = (hidden * mask / 0.7).exp() * mask
+        elif self.kind == "scaled to nothing":
+            mask = torch.empty_like(hidden).bernoulli_(0.7)
+            hidden = hidden.exp() * mask.exp() * torch.zeros_like(hidden).bernoulli_(0.6).mul_(0.0)
+        elif self.kind == "rounded to nothing":
+            halves = torch.empty_like(hidden).bernoulli_(0.7).div_(2.0, rounding_mode="floor")
+            hidden = hidden.exp() * halves + hidden * torch.empty_like(hidden).bernoulli_(0.5).div_(-0.5)
         elif self.kind == "tensor of chances":
             hidden = hidden * torch.zeros_like(hidden).bernoulli_(hidden.detach().sigmoid())
         elif self.kind == "attention":
@@ -81,7 +87,10 @@ class Dropped(nn.Module):
         return self.two(hidden.sin()).square().sum()
 
 
-KINDS = ["dropout", "in place", "alpha", "feature", "by hand", "tensor of chances", "attention", "lstm"]
+KINDS = [
+    "dropout", "in place", "alpha", "feature", "by hand", "scaled to nothing", "rounded to nothing",
+    "tensor of chances", "attention", "lstm",
+]  # fmt: skip
 
 
 def steps(model: nn.Module, rows: Tensor, context: Any) -> list[list[Tensor]]:
@@ -116,6 +125,8 @@ def test_no_random_state_is_needed(
         assert all(map(torch.equal, one, other))
     followed = [program.followed for shelf in shelves.values() for program in shelf.programs]
     assert followed == [STEPS - 4], [shelf.flaws for shelf in shelves.values()]
+    if kind in ("dropout", "in place"):  # its mask is saved, and seen there
+        assert not any(call.operations for shelf in shelves.values() for call in shelf.programs[0].calls)
 
 
 def test_other_draws_are_made_again_with_their_state() -> None:

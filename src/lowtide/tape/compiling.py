@@ -46,7 +46,7 @@ class _Compilation:
         self.buffers: list[Buffer] = []
         self.readers: dict[int, list[Recipe]] = {}
         self.blueprints: dict[int, Blueprint] = {}
-        self.held_at_pack: dict[tuple[int, int], tuple[int, int]] = {}
+        self.held_at_pack: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def run(self, notes: dict[Any, int]) -> Program:
         """Number the buffers that tickets lead to, and describe how each is made."""
@@ -58,11 +58,13 @@ class _Compilation:
             if buffer.recipe is not None:
                 self._describe(buffer, buffer.recipe)
         for buffer in self.buffers:
-            if buffer.recipe is None:
+            if buffer.recipe is None and id(buffer) not in self.draws:
                 self._find_source(buffer)
+        for at in {where for _, where, _ in self.draws.values()}:
+            self._find_drawn(at, self.calls[at], self.traces[at])
         for at, (call, trace) in enumerate(zip(self.calls, self.traces, strict=True)):
             call.writes = tuple(trace.writes)
-            if call.catches or trace.overwrites or (trace.peeks and trace.results):
+            if call.catches or _must_look_on(trace):
                 call.operations = tuple(trace.operations)
             call.chooses = any(part in name_of(call.func) for part in ("attention", "conv", "rnn", "lstm", "gru"))
             call.packs = [
@@ -158,11 +160,6 @@ class _Compilation:
             _, at, place, offset = private
             self.calls[at].copies.append((place, slot, offset))
             return
-        drawn = self.draws.get(id(held))
-        if drawn is not None:
-            _, at, nth = drawn
-            self.calls[at].catches.setdefault(nth, []).append((0, slot, 0, DRAWN))
-            return
         value = held.value
         if value is None:
             raise Flaw("memory that nothing is known of")
@@ -178,11 +175,26 @@ class _Compilation:
                     if _holds(packed, held, None if changed else storage):
                         if (at, nth) in self.held_at_pack:
                             raise Flaw("two versions of what was saved once")
-                        self.held_at_pack[at, nth] = (slot, trace.offsets[nth])
+                        self.held_at_pack[at, nth] = (slot, trace.offsets[nth], HELD)
                         return
         if not readers:
             raise Flaw("memory that no function was given")
         self._catch(min(readers, key=lambda recipe: recipe.order), first, held, slot)
+
+    def _find_drawn(self, at: int, call: Call, trace: Trace) -> None:
+        """Where a follower sees what a call draws: in what is saved, unless it looks on at the operations anyway."""
+        drawn = [(held, nth) for held, where, nth in self.draws.values() if where == at and id(held) in self.slots]
+        shown: dict[int, Buffer] = {}
+        for held, _ in drawn:
+            free = ((n, packed) for n, (_, packed) in enumerate(trace.packs) if (at, n) not in self.held_at_pack)
+            shown |= {n: held for n, packed in free if _shows(packed, held)}
+        if len({id(held) for held in shown.values()}) == len(drawn) and not call.catches and not _must_look_on(trace):
+            first = {id(held): n for n, held in reversed(shown.items())}
+            for held, _ in drawn:
+                self.held_at_pack[at, first[id(held)]] = (self.slots[id(held)], 0, DRAWN)
+        else:
+            for held, nth in drawn:
+                call.catches.setdefault(nth, []).append((0, self.slots[id(held)], 0, DRAWN))
 
     def _find_at(self, at: int, storage: int, version: int, slot: int) -> bool:
         """Whether a call was given the memory, or returned it after its own operations had read it."""
@@ -214,6 +226,30 @@ def _holds(packed: Kept | Ticket, held: Buffer, storage: int | None) -> bool:
     if isinstance(packed, Ticket):
         return packed.buffer is held and packed.save is not None and packed.save.version == held.version
     return packed[1] == held.version and packed[0].untyped_storage()._cdata == storage
+
+
+def _must_look_on(trace: Trace) -> bool:
+    """Whether the arguments of a call do not tell what it does."""
+    return trace.overwrites or (trace.peeks and trace.results)
+
+
+def _shows(packed: Kept | Ticket, drawn: Buffer) -> bool:
+    """Whether what was saved is zero just where zero was drawn: as it was drawn, or scaled, as a dropout's mask is."""
+    if not isinstance(packed, Ticket):
+        return False
+    recipe = packed.buffer.recipe
+    if (
+        recipe is not None
+        and recipe.op.name in ("aten.div_", "aten.mul_")
+        and isinstance(recipe.args[1], float)
+        and not recipe.kwargs
+    ):
+        if recipe.reads[0][2] != packed.layout or not 1e-6 < abs(recipe.args[1]) < 1e6:
+            return False
+        recipe = recipe.reads[0][1].recipe
+    return (
+        recipe is not None and any(read is drawn for _, read, _ in recipe.reads) and recipe.reads[0][2] == packed.layout
+    )
 
 
 def _last_version(ticket: Ticket, trace: Trace) -> Buffer:

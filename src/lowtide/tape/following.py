@@ -370,7 +370,7 @@ class Follower(TorchFunctionMode):
             return self._unexpected(tensor)
         self.nth = nth + 1
         if held is not None:
-            self.instance.hold(held[0], tensor, held[1])  # type: ignore[union-attr]  # there is one in a call
+            self.instance.take(tensor, *held)  # type: ignore[union-attr]  # there is one in a call
         if slot < 0:
             return (alias(tensor) if aliased else tensor, tensor._version)
         return self.instance.ticket(slot, layout, tensor)  # type: ignore[union-attr]

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.tape.bits import pack
-from lowtide.tape.buffers import Buffer, clone_storage, release_held
+from lowtide.tape.buffers import release_held
 from lowtide.tape.operators import operator, tensors_at
 from lowtide.tape.recipes import get
-from lowtide.tape.transcript import COPIED, DRAWN, HELD, SHOWN_TO_HOOKS, Call, step_of
+from lowtide.tape.transcript import DRAWN, SHOWN_TO_HOOKS, Call, step_of
 
 if TYPE_CHECKING:
     from lowtide.tape.following import Follower
@@ -62,20 +61,13 @@ class Onlooker(TorchDispatchMode):
                 for tensor in tensors_at((*op.writes, *op.undeclared), args, kwargs):
                     release_held(tensor.untyped_storage(), tensor)
             catches = self.call.catches.get(nth, ()) if self.follower.nth >= 0 else ()
-            self._catch(catches, args, kwargs)
+            instance: Any = self.follower.instance  # there is one in a call
+            for position, slot, offset, how in catches:
+                if how != DRAWN:
+                    instance.take(get(args, kwargs, position), slot, offset, how)
             out = func(*args, **kwargs)
-            for _, slot, _, how in catches:
+            for position, slot, offset, how in catches:
                 if how == DRAWN:
-                    packed = pack(args[0])
-                    self.follower.instance.keep(slot, Buffer(None, packed), packed, 0)  # type: ignore[union-attr]
+                    instance.take(get(args, kwargs, position), slot, offset, how)
             return out
         return func(*args, **kwargs)
-
-    def _catch(self, catches: Any, args: Any, kwargs: Any) -> None:
-        instance: Any = self.follower.instance  # there is one in a call
-        for position, slot, offset, how in catches:
-            tensor = get(args, kwargs, position)
-            if how == COPIED:
-                instance.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
-            elif how == HELD:
-                instance.hold(slot, tensor, offset)

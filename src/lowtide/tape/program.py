@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowtide.errors import ReplayMismatch
 from lowtide.tape import randomness
+from lowtide.tape.bits import pack
 from lowtide.tape.buffers import (
     MADE,
     SAVED,
@@ -36,7 +37,7 @@ from lowtide.tape.numbered import NumberedReplay
 from lowtide.tape.recipes import FullRecipe, Recipe
 from lowtide.tape.replay import lock
 from lowtide.tape.tickets import Save, Ticket, still_there
-from lowtide.tape.transcript import Call, Meta, byte_offset, meta_of
+from lowtide.tape.transcript import COPIED, HELD, Call, Meta, byte_offset, meta_of
 from lowtide.tape.transcript import at as item_at
 
 if TYPE_CHECKING:
@@ -223,14 +224,23 @@ class Instance:
         if shift:
             self.shifts[slot] = shift
 
+    def take(self, tensor: Tensor, slot: int, offset: int, how: int) -> None:
+        """Fill ``slot`` with ``tensor`` as it is, a copy, or what was drawn into it, packed."""
+        if how == HELD:
+            self.hold(slot, tensor, offset)
+        elif how == COPIED:
+            self.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
+        else:
+            packed = pack(tensor)
+            self.keep(slot, Buffer(None, packed), packed, 0)
+
     def collect(self, call: Call, nth: int, args: Any, kwargs: Any) -> None:
         """Take hold of what the tape needs of the ``nth`` call's arguments, and of the random state."""
         for place, slot, offset in call.roots:
             tensor = (kwargs if place[0] else args)[place[1]] if len(place) == 2 else item_at((args, kwargs), place)
             self.hold(slot, tensor, offset)
         for place, slot, offset in call.copies:
-            tensor = item_at((args, kwargs), place)
-            self.keep(slot, Buffer(None, clone_storage(tensor)), tensor, offset)
+            self.take(item_at((args, kwargs), place), slot, offset, COPIED)
         for place in call.writes:
             tensor = item_at((args, kwargs), place)
             release_held(tensor.untyped_storage(), tensor)  # for other recordings, and other steps of this one
