@@ -141,7 +141,7 @@ class StepGraph:
     host_seconds: float = field(default=0.0)
     """The tape's cost of recording one operation, and of replaying one, on top of the operation."""
     recording_seconds: float = 0.0
-    """The tape's cost of a step under any plan that recomputes something: of looking at each forward operation."""
+    """The tape's cost of a step under any plan that recomputes something: of comparing calls and saved tensors."""
     outside_seconds: float = 0.0
     """Of the plain step outside of its operations: Python, modules, autograd."""
     workspaces: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.tape.operators import operator
@@ -17,6 +18,18 @@ from lowtide.tracing.numbers import SavedNumbers, number_bytes
 from lowtide.tracing.workspaces import device_of, run_measured
 
 _SEEN = "_lowtide_counted"
+
+
+class CallCount(TorchFunctionMode):
+    """Counts calls of torch's functions: a followed step compares each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
 
 
 class LiveBytes(TorchDispatchMode):

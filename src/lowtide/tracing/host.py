@@ -4,7 +4,7 @@ Two small steps of different depth are taken plainly and under two policies, in 
 themselves is left out:
 
     plain             operations + outside
-    one dropped       the same + step + recording x (forward + saved)
+    one dropped       the same + step + recording x (calls + saved)
     all dropped       the same + tape x (dropped + replayed)
 
 That is done once a process, in a thread of its own: modes, hooks, autocast and profiles belong to threads.
@@ -30,6 +30,7 @@ from lowtide.policies import recompute_all
 from lowtide.recording import begin, end, record
 from lowtide.simulation import simulate
 from lowtide.tape.policy import Op, Policy, as_policy
+from lowtide.tracing.counting import CallCount
 from lowtide.tracing.tracer import Tracer
 
 LAYERS, WIDTH = (6, 18), 8
@@ -47,7 +48,7 @@ class HostCosts:
     step_seconds: float = 0.0
     """Of a step in which anything is dropped, once."""
     recording_seconds: float = 0.0
-    """Of its forward pass, for each operation or view and each tensor that is saved, whatever is done about it."""
+    """Of its forward pass, for each call of a torch function and each saved tensor, whatever is done about it."""
     tape_seconds: float = 0.0
     """For each operation that is dropped, and again when it is replayed."""
 
@@ -120,6 +121,8 @@ def _costs(depth: int) -> _Costs:
         return recorded
 
     graph, dispatched = _traced(forward)
+    with CallCount() as counter:
+        forward()
     count = sum(not op.backward for op in graph.ops)
     every = simulate(graph, frozenset(range(count)))
     plain, least, most = _in_turn(forward, under(as_policy(_drops_one)), under(recompute_all))
@@ -128,7 +131,7 @@ def _costs(depth: int) -> _Costs:
         least=least - plain,
         most=most - plain - every.recompute_seconds,
         dispatched=sum(dispatched),
-        recorded=dispatched[0] + len(graph.saves),
+        recorded=counter.calls + len(graph.saves),
         handled=count + len(every.replays),
     )
 

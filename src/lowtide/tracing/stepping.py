@@ -18,7 +18,7 @@ from lowtide.recording import begin, end
 from lowtide.tape import randomness
 from lowtide.tape.sharding import local
 from lowtide.tape.sites import names_of, structure_of, together
-from lowtide.tracing.counting import LiveBytes, distinct_bytes
+from lowtide.tracing.counting import CallCount, LiveBytes, distinct_bytes
 from lowtide.tracing.timing import step_clock
 from lowtide.tracing.tracer import Tracer
 from lowtide.tracing.values import KnownValues
@@ -69,14 +69,14 @@ def trace(
     tracer = Tracer(0 if fake or hardware is not None else repeats)
     whole = None if model is None else together(model)
     tracer.names = names_of(whole)
-    plain = _plain_seconds(step, whole, plain_steps) if tracer.repeats and plain_steps else 0.0
+    plain, calls = _plain_seconds(step, whole, plain_steps) if tracer.repeats and plain_steps else (0.0, 0)
     tracer.try_kernels = fake and _is_cpu(hardware)
     try:
         with _on_fakes(whole, tracer.values) if fake else nullcontext() as tracer.fakes, _untouched(whole):
             existing = _gradients(whole)
             _run(tracer, step)
             unseen = distinct_bytes(g for g in existing if tracer.known_storage(g) is None)
-            graph = graph_of(tracer, whole, optimizer, gradient_bytes=unseen, plain_seconds=plain)
+            graph = graph_of(tracer, whole, optimizer, gradient_bytes=unseen, plain_seconds=plain, calls=calls)
     except _FAKE_ERRORS as error:
         if not fake:
             raise
@@ -99,8 +99,10 @@ def graph_of(
     *,
     gradient_bytes: int,
     plain_seconds: float = 0.0,
+    calls: int = 0,
 ) -> StepGraph:
-    """What ``tracer`` saw as a graph; ``plain_seconds`` are those of the plain step, if they were measured."""
+    """What ``tracer`` saw as a graph; ``plain_seconds`` are those of the plain step, and ``calls`` how many of torch's
+    functions its forward pass called, if they are known."""
     from lowtide.tracing.host import HostCosts, host_costs
 
     # An accelerator works while the host prepares what comes next.
@@ -114,7 +116,8 @@ def graph_of(
         workspaces=tracer.workspaces,
         torch_version=torch.__version__,
         host_seconds=host.tape_seconds,
-        recording_seconds=host.step_seconds + host.recording_seconds * (tracer.dispatched[0] + len(tracer.saves)),
+        recording_seconds=host.step_seconds
+        + host.recording_seconds * ((calls or tracer.dispatched[0]) + len(tracer.saves)),
         outside_seconds=_outside(tracer, host.outside_seconds, plain_seconds),
     )
 
@@ -128,18 +131,20 @@ def _outside(tracer: Tracer, each: float, plain: float) -> float:
     return plain - inside if plain else max(each * sum(tracer.dispatched), -inside / 2)
 
 
-def _plain_seconds(step: Step, model: nn.Module | None, steps: int) -> float:
-    """Median seconds of the plain step, after one that is not timed."""
+def _plain_seconds(step: Step, model: nn.Module | None, steps: int) -> tuple[float, int]:
+    """Median seconds of the plain step, after one that is not timed, in which torch's functions are counted."""
     times = []
-    for _ in range(steps + 1):
+    counter = CallCount()
+    for nth in range(steps + 1):
         with _untouched(model):
             clock = step_clock(model)
             start = clock()
-            loss = _loss(step)
+            with counter if nth == 0 else nullcontext():
+                loss = _loss(step)
             loss.backward()
             del loss
             times.append(clock() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[1:]), counter.calls
 
 
 _FAKE_ERRORS = (
