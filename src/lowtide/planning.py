@@ -195,7 +195,8 @@ class Planner:
     @cached_property
     def _lowest(self) -> Candidate:
         self._within(0)  # judges the chain's answers for the smallest limits
-        best = min((self.plain, *self._rungs.values(), *self.deep), key=lambda c: c.peak)
+        extremes = [self._judge(chosen, "chain") for chosen in self.tables.extremes()]
+        best = min((self.plain, *self._rungs.values(), *extremes, *self.deep), key=lambda c: c.peak)
         if self.programme is not None:
             found = self.programme.least(_level(best)).found
             if found is not None and found[1].peak_bytes < best.peak:

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
@@ -73,11 +74,7 @@ def _deepened(graph: StepGraph, chain: Chain, rows: list[list[Choice]]) -> list[
     members: dict[int, list[int]] = {}
     for i, segment in enumerate(chain.segments):
         members.setdefault(segment.kind, []).append(i)
-    orders: tuple[Callable[[Choice], tuple[float, ...]], ...] = (
-        lambda choice: (choice.own, choice.kept),
-        lambda choice: (choice.kept, choice.own),
-    )
-    for order in orders:
+    for order in (attrgetter("own", "kept"), attrgetter("kept", "own")):
         least = [min(row, key=order) for row in rows]
         now = {kind: least[some[0]].recompute for kind, some in members.items()}
         own = dict.fromkeys(members, float("inf"))
@@ -157,6 +154,19 @@ class Tables:
     def smallest(self) -> float:
         """No choice of these menus peaks below this."""
         return float(max(min(c.own for c in row) + self.before[i] for i, row in enumerate(self.deeper)))
+
+    def extremes(self) -> list[dict[int, int]]:
+        """The choices that take least of all in every segment: one of them may peak below what the programme finds,
+        whose costs are those of segments that all choose alike."""
+        found = []
+        for rows in (self.rows, self.deeper):
+            for least in (
+                attrgetter("own", "kept"),
+                attrgetter("kept", "own"),
+                lambda choice: choice.own + choice.kept,
+            ):
+                found.append(_ops(self.chain, [min(row, key=least).recompute for row in rows]))
+        return found
 
     def best(self, budget: float) -> dict[int, int] | None:
         """The fastest choices whose peak is within ``budget`` by these costs, as operations with their depths; None if
