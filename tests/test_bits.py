@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import OrderedDict
 from typing import Any
 
@@ -127,6 +128,22 @@ def test_no_random_state_is_needed(
     assert followed == [STEPS - 4], [shelf.flaws for shelf in shelves.values()]
     if kind in ("dropout", "in place"):  # its mask is saved, and seen there
         assert not any(call.operations for shelf in shelves.values() for call in shelf.programs[0].calls)
+
+
+def test_a_mask_that_something_unseen_wrote_is_called_by_what_drew_it() -> None:
+    leaf = torch.ones(100, requires_grad=True)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        with lowtide.record():
+            mask = torch.empty_like(leaf).bernoulli_(0.5)
+            ctypes.memset(mask.data_ptr(), 0, 40)
+            return (leaf.exp() * mask).sum(), mask
+
+    with pytest.warns(lowtide.errors.RecomputeWarning, match="aten.bernoulli_ .* the dispatcher does not see"):
+        loss, mask = forward()
+    loss.backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.ones(100).exp() * mask)
 
 
 def test_other_draws_are_made_again_with_their_state() -> None:

@@ -9,6 +9,8 @@ matrices. Its bits take a thirty-second of a float's memory, and giving them bac
 
 from __future__ import annotations
 
+from copy import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def put(mask: Tensor, packed: Tensor) -> Tensor:
 def remember(recipe: FullRecipe, packed: Any, layout: Any) -> None:
     """Let ``recipe``, which drew zeros and ones into its first argument, put the ``packed`` ones there instead."""
     target = next(read for read in recipe.reads if read[0] == 0)
-    recipe.op, recipe.args, recipe.kwargs = _PUT, [None, None], None
+    recipe.op, recipe.args, recipe.kwargs = _putting(recipe.op), [None, None], None
     recipe.reads = [target, (1, packed, layout)]
 
 
@@ -81,4 +83,9 @@ def _flat(mask: Tensor) -> Tensor | None:
     return mask.view(-1)
 
 
-_PUT = Operator(put)
+@cache
+def _putting(op: Operator) -> Operator:
+    """``op`` by name and in all that is known of it, which puts what was drawn instead of drawing."""
+    other = copy(op)
+    other.call = put
+    return other
