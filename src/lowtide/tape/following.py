@@ -36,6 +36,7 @@ from lowtide.tape.transcript import (
     DATA,
     EXTERNAL,
     PARAMETER,
+    QUESTIONS,
     RESULT,
     SEQUENCE,
     SILENT,
@@ -200,11 +201,10 @@ class Follower(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kwargs is None:
-            kwargs = {}
+        kwargs = kwargs or {}
         if self.scribe is not None:
             return self.scribe.__torch_function__(func, types, args, kwargs)
-        if self.recording or self.over:
+        if self.recording or self.over or func in QUESTIONS:
             return func(*args, **kwargs)
         if self.program is None and not self.lost:
             self._choose(func, args, kwargs)

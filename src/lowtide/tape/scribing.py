@@ -18,6 +18,7 @@ from lowtide.tape.recipes import next_order
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tickets import Kept, Ticket
 from lowtide.tape.transcript import (
+    QUESTIONS,
     SHOWN_TO_HOOKS,
     SILENT,
     Call,
@@ -254,7 +255,7 @@ class Scribe(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.flaw is not None or self.recorder.over or name_of(func) in SILENT:
+        if self.flaw is not None or self.recorder.over or func in QUESTIONS or name_of(func) in SILENT:
             return func(*args, **kwargs)
         if is_foreign(func):
             with self:

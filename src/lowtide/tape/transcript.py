@@ -48,6 +48,19 @@ SILENT = frozenset(
     {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "grad", "__repr__"}
 )
 """Functions that compute nothing of a forward pass."""
+QUESTIONS = frozenset(
+    [
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf",
+                     "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested")
+        if hasattr(Tensor, name)
+    ] + [
+        getattr(Tensor, name)
+        for name in ("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset",
+                     "is_floating_point", "is_complex", "is_contiguous", "__len__")
+    ] + [torch.numel, torch.is_floating_point, torch.is_complex]
+)  # fmt: skip
+"""Functions that compute nothing: what depends on their answers shows in the calls that follow."""
 SHOWN_TO_HOOKS = frozenset({"aten.detach", "aten.alias"})
 """Operations that make what saved-tensor hooks are given, and come and go with them."""
 
