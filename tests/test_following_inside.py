@@ -102,6 +102,16 @@ def chunks_written_apart(rows: Tensor, number: int) -> Tensor:
     return first.sigmoid_() * second.tanh_()
 
 
+BATCHES = torch.empty(3), torch.empty(4, dtype=torch.float64)
+
+
+def by_answers_about_others(rows: Tensor, number: int) -> Tensor:
+    """What is asked of a tensor that nothing else reads shows only in what is done next."""
+    other = BATCHES[number >= CHANGE]
+    rows = rows.sin() * len(other) * other.size(0)
+    return rows.exp() if other.dtype == torch.float32 else rows.tanh()
+
+
 def shape_twice_removed(rows: Tensor, number: int) -> Tensor:
     """How many differ decides what is computed, not what shape it has."""
     tokens = torch.arange(12) % (3 if number < CHANGE else 4)
@@ -169,6 +179,7 @@ CHANGES = [
     by_lengths,
     numpy_of_another_type,
     leaf_that_asks_for_grad,
+    by_answers_about_others,
     shape_twice_removed,
 ]
 NOT_FOLLOWED = [rows_chosen_by_themselves, repeated_rows, chunks_written_apart, by_other_lengths]
