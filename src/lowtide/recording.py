@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -85,14 +86,18 @@ def _captured() -> bool:
     return True
 
 
+_Entry = tuple["Recorder | Follower | None", "Policy | None"]
+
+
 class _Exit:
-    """How a recording is left."""
+    """How a recording is left, see ``Leaving``."""
 
     def __get__(self, recording: Recording | None, owner: type[Recording]) -> Any:
         if recording is None:
             return owner._leave
-        depth = len(recording._open)
-        return Leaving(recording._leave, lambda: len(recording._open) > depth)
+        mine: list[_Entry] = []
+        recording._entering = mine
+        return Leaving(partial(recording._leave_entry, mine), partial(recording._is_last, mine))
 
 
 class Recording:
@@ -111,14 +116,15 @@ class Recording:
         self.steps = 0
         self._ledger = Ledger()
         self._home = Home("", None)
-        self._open: list[tuple[Recorder | Follower | None, Policy | None]] = []
+        self._open: list[_Entry] = []
+        self._entering: list[_Entry] | None = None  # of the next entry, where a with statement keeps it
 
     def __enter__(self) -> Recording:
         outer = active()
         if outer is not None:
-            self._open.append((None, outer.use(self.policy)))
+            self._push((None, outer.use(self.policy)))
         elif self.policy.keeps_all or not torch.is_grad_enabled() or not hooks_allowed() or _captured():
-            self._open.append((None, None))
+            self._push((None, None))
         else:
             depth = len(self._open)
             try:
@@ -142,11 +148,11 @@ class Recording:
             recorder.calls, recorder.frame.counts = self.before.calls, self.before.operations
         if shelf is None:
             begin(recorder)
-            self._open.append((recorder, None))
+            self._push((recorder, None))
         else:
             assert isinstance(recorder, ScribingRecorder)
             follower = Follower(shelf, recorder, begin, end)
-            self._open.append((follower, None))
+            self._push((follower, None))
             _local.recorder = follower.start()
 
     def _shelf(self) -> Shelf | None:
@@ -166,10 +172,26 @@ class Recording:
     else:
         __exit__ = _Exit()
 
+    def _push(self, entry: _Entry) -> None:
+        self._open.append(entry)
+        if self._entering is not None:
+            self._entering.append(entry)
+            self._entering = None
+
+    def _is_last(self, mine: list[_Entry]) -> bool:
+        return bool(mine and self._open and self._open[-1] is mine[-1])
+
     def _leave(self, *exc: object) -> None:
+        self._leave_entry([])
+
+    def _leave_entry(self, mine: list[_Entry], *exc: object) -> None:
+        """End the innermost recording; a with statement forgets its entry once that has begun."""
         depth = len(self._open)
+        if not depth:
+            raise RuntimeError("a recording is left that was not entered, or was left before")
         try:
             with HeldBack():
+                mine.clear()
                 self._stop()
         except BaseException:
             if len(self._open) == depth:  # Ctrl-C came before it was held back

@@ -233,7 +233,7 @@ def test_an_interruption_before_the_first_instruction_of_the_exit(twice: bool, r
     due = [True]
 
     def interrupt(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is lowtide.Recording._leave.__code__ and due:
+        if event == "call" and frame.f_code is lowtide.Recording._leave_entry.__code__ and due:
             due.pop()
             raise KeyboardInterrupt
 
@@ -252,6 +252,39 @@ def test_an_interruption_before_the_first_instruction_of_the_exit(twice: bool, r
         sys.settrace(before)
     assert not due
     assert run(Step.build(), recording) == run(Step.build(), contextlib.nullcontext())
+
+
+def test_a_recording_is_left_by_whoever_entered_it() -> None:
+    """Overlapping blocks of one recording end as many as began; a function that was fetched and let go of ends none."""
+    step, recording = Step.build(), lowtide.record(lowtide.policies.recompute_all)
+
+    def block() -> Iterator[int]:
+        with recording:
+            yield attached()[0]
+            step.loss()
+            yield attached()[0]
+
+    plain = attached()
+    one, other = block(), block()
+    assert next(one) == next(other) == next(one) > 0
+    one.close()  # type: ignore[attr-defined]
+    assert next(other) > 0
+    other.close()  # type: ignore[attr-defined]
+    assert attached() == plain
+
+    leave = recording.__exit__
+    with recording:
+        del leave
+        assert attached() != plain
+        leave = recording.__exit__
+        del leave
+        assert attached() != plain
+    assert attached() == plain
+    recording.__enter__()
+    recording.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="not entered"):
+        recording.__exit__(None, None, None)
+    assert attached() == plain
 
 
 @pytest.mark.slow
