@@ -123,7 +123,6 @@ class Tracer(Recorder):
         frame = self.frame
         index = self.count(op)
         reads = tuple(dict.fromkeys(self.buffer_of(t) for t in proof.tensors(args, kwargs) if has_memory(t)))
-        grad = torch.is_grad_enabled()
         known = self._try(op, args, kwargs) if self.repeats and op.keep is None and not op.swaps_memory else None
         replay = packing_seconds(args[0], self.repeats) if known and not backward and super().packs(op, args) else -1.0
         record = super().__torch_dispatch__
@@ -143,7 +142,7 @@ class Tracer(Recorder):
         if saved:
             makes = (*makes, self._saved_number(saved, number))
         fresh = [*makes, *(new for _, new in writes)]
-        keep = "" if any(self.buffers[b][2] for b in fresh) or backward else self._reason(op, grad, writes)
+        keep = "" if backward or any(self.buffers[b][2] for b in fresh) else self._reason(op, writes)
         flops = flops_of(op, args, kwargs, out)
         size = bytes_of(args, kwargs, results)
         if self.fakes is not None:
@@ -171,10 +170,10 @@ class Tracer(Recorder):
         self.events.append((Event.RUN, number))
         return out
 
-    def _reason(self, op: Operator, grad: bool, writes: Any) -> str:
+    def _reason(self, op: Operator, writes: Any) -> str:
         if op.keep:
             return op.keep
-        if not grad:
+        if not torch.is_grad_enabled():
             return "runs without grad"
         if writes:
             return "writes memory that is kept"
@@ -203,6 +202,7 @@ class Tracer(Recorder):
             row = self.buffers[buffer]
             if row[2] and not self.sealed and row[1] >= 0 and not hasattr(storage, MADE):
                 row[2] = False  # the tape gave it up: something may have written it unseen
+                self.lingering.watch(storage, row[0])
             return buffer
         self.storages.append([storage.nbytes(), "input", ""])
         return self._tag(storage, len(self.storages) - 1, -1, False, watch=False)
@@ -279,8 +279,7 @@ class Tracer(Recorder):
         number = self.buffers[old][0]
         self.storages[number][0] = max(self.storages[number][0], storage.nbytes())
         self.buffers.append([number, maker, hasattr(storage, MADE)])
-        new = len(self.buffers) - 1
-        setattr(storage, _TRACED, (self, new))
+        setattr(storage, _TRACED, (self, new := len(self.buffers) - 1))
         for ref in self.saves_of.pop(old, ()):
             save = ref()
             if save is not None and save.moved():
