@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -258,7 +258,7 @@ def test_a_recording_is_left_by_whoever_entered_it() -> None:
     """Overlapping blocks of one recording end as many as began; a function that was fetched and let go of ends none."""
     step, recording = Step.build(), lowtide.record(lowtide.policies.recompute_all)
 
-    def block() -> Iterator[int]:
+    def block() -> Generator[int, None, None]:
         with recording:
             yield attached()[0]
             step.loss()
@@ -267,9 +267,9 @@ def test_a_recording_is_left_by_whoever_entered_it() -> None:
     plain = attached()
     one, other = block(), block()
     assert next(one) == next(other) == next(one) > 0
-    one.close()  # type: ignore[attr-defined]
+    one.close()
     assert next(other) > 0
-    other.close()  # type: ignore[attr-defined]
+    other.close()
     assert attached() == plain
 
     leave = recording.__exit__
