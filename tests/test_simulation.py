@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import lowtide
 from graphs import Sketch, blocks, chain, droppable_ops, random_graph
@@ -346,44 +343,6 @@ def test_simulate_agrees_with_rehearsals(name: str, fake: bool) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_simulate_agrees_with_many_rehearsals(name: str, fake: bool) -> None:
     assert disagreements(TINY[name](), 150, fake=fake) == []
-
-
-def refilled(rows: Tensor) -> Tensor:
-    """Memory whose parts are written one after the other, one of them twice."""
-    mask = torch.empty_like(rows)
-    mask[:30].fill_(0.5).mul_(2.0)
-    mask[30:].fill_(0.3)
-    return rows * mask
-
-
-def overwritten(rows: Tensor) -> Tensor:
-    """A mask that is written again while what was computed with it can only be computed with what it was."""
-    mask = torch.empty_like(rows).bernoulli_(0.6)
-    before = rows.detach() * mask
-    mask.fill_(2)
-    return torch.cos(rows * mask) + before
-
-
-@pytest.mark.parametrize("ops", [(), ("aten.mul", "aten.add"), ("aten.mul", "aten.add", "aten.cos", "aten.tanh")])
-@pytest.mark.parametrize("inside", [refilled, overwritten])
-def test_memory_that_is_written_again_is_counted_while_it_is_there(inside: Any, ops: tuple[str, ...]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(72, 72)
-
-        def forward(self, rows: Tensor) -> Tensor:
-            return inside(torch.tanh(self.layer(rows))).sum() + inside(rows).sum()
-
-    model, rows = Net(), torch.randn(60, 72)
-
-    def step() -> Tensor:
-        return model(rows).square()
-
-    graph = lowtide.trace(step, model)
-    plan = lowtide.solve(graph, policy=lambda op: op.name not in ops)
-    rehearsed = [lowtide.rehearse(step, model, plan, fake=fake) for fake in (False, True)]
-    assert rehearsed == [lowtide.simulate(graph, plan).peak_bytes] * 2
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -204,3 +205,41 @@ def test_the_memory_table_says_what_a_kernel_takes() -> None:
     row = next(row for row in table.rows if row.bytes == 1000)
     assert (row.kind, row.op) == ("temporaries", "inside convolution")
     assert sum(row.bytes for row in table.rows) == table.total_bytes == 1300
+
+
+def refilled(rows: Tensor) -> Tensor:
+    """Memory whose parts are written one after the other, one of them twice."""
+    mask = torch.empty_like(rows)
+    mask[:30].fill_(0.5).mul_(2.0)
+    mask[30:].fill_(0.3)
+    return rows * mask
+
+
+def overwritten(rows: Tensor) -> Tensor:
+    """A mask that is written again while what was computed with it can only be computed with what it was."""
+    mask = torch.empty_like(rows).bernoulli_(0.6)
+    before = rows.detach() * mask
+    mask.fill_(2)
+    return torch.cos(rows * mask) + before
+
+
+@pytest.mark.parametrize("ops", [(), ("aten.mul", "aten.add"), ("aten.mul", "aten.add", "aten.cos", "aten.tanh")])
+@pytest.mark.parametrize("inside", [refilled, overwritten])
+def test_memory_that_is_written_again_is_counted_while_it_is_there(inside: Any, ops: tuple[str, ...]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(72, 72)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return inside(torch.tanh(self.layer(rows))).sum() + inside(rows).sum()
+
+    model, rows = Net(), torch.randn(60, 72)
+
+    def step() -> Tensor:
+        return model(rows).square()
+
+    graph = lowtide.trace(step, model)
+    plan = lowtide.solve(graph, policy=lambda op: op.name not in ops)
+    rehearsed = [lowtide.rehearse(step, model, plan, fake=fake) for fake in (False, True)]
+    assert rehearsed == [lowtide.simulate(graph, plan).peak_bytes] * 2

@@ -229,8 +229,7 @@ def test_signals_that_were_held_back_are_handed_on_in_order() -> None:
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "inside of itself"])
 def test_an_interruption_before_the_first_instruction_of_the_exit(twice: bool, raises: bool) -> None:
     """As a signal's handler may raise there; when the exception arrives, nothing is attached any more."""
-    step, recording = Step.build(), lowtide.record(lowtide.policies.recompute_all)
-    due = [True]
+    step, recording, due = Step.build(), lowtide.record(lowtide.policies.recompute_all), [True]
 
     def interrupt(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is lowtide.Recording._leave_entry.__code__ and due:

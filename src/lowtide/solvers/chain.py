@@ -102,7 +102,8 @@ _TRIALS = 10
 def _passed(graph: StepGraph, segment: Segment, pick: Mapping[int, int]) -> list[set[int]]:
     """What replays of ``segment`` make on their way to something else and backward asks for later, largest first.
 
-    Each with the operations that lead to it alone: what a replay drops again, it must be able to start over.
+    Each with the operations that lead to it alone: what a replay drops again, it must be able to start over. Fused
+    attention is never computed more than once more.
     """
     saved = set(graph.saves)
     readers: dict[int, set[int]] = {}
@@ -117,10 +118,10 @@ def _passed(graph: StepGraph, segment: Segment, pick: Mapping[int, int]) -> list
         asked = [b for b in made if b in saved and b in readers]
         if asked:
             sizes[offset] = sum(graph.storages[graph.buffers[b].storage].bytes for b in asked)
-    return [
-        _with_what_leads_to(offset, results, readers, saved)
-        for offset in sorted(sizes, key=lambda offset: -sizes[offset])[:_TRIALS]
-    ]
+    largest = sorted(sizes, key=lambda offset: -sizes[offset])[:_TRIALS]
+    groups = [_with_what_leads_to(offset, results, readers, saved) for offset in largest]
+    fused = {offset for offset in results if "attention" in graph.ops[segment.first + offset].name}
+    return [group for group in groups if fused.isdisjoint(group)]
 
 
 def _with_what_leads_to(
